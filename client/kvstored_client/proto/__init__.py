@@ -1,0 +1,1 @@
+"""Generated messages of proto/kvstored/v1. Made by `make proto`; never edited by hand."""

@@ -1,0 +1,1 @@
+"""The one seam for files, with fault injection."""

@@ -1,0 +1,1 @@
+"""What the network sees: verbs, gRPC, HTTP. Imports store, never tiers."""

@@ -1,0 +1,1 @@
+"""The tiered store: index, leases, placement, accounting. Imports tiers, never server."""

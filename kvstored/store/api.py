@@ -1,0 +1,136 @@
+"""What the server asks of the store, as values. No I/O here.
+
+The store and everything in this module belongs to the verbs' loop, except the memoryviews in
+`Grant` and `WantedObject`, which any thread may read (or fill) while the lease (or ticket) lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstored_client.identity import GroupRule
+from kvstored_client.proto import kvstore_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class PartInfo:
+    """A declared part. `bytes` 0: sizes vary up to `max_bytes`."""
+
+    name: str
+    group: str
+    bytes: int
+    max_bytes: int
+    spec: pb.PartSpec
+
+
+@dataclass(slots=True)
+class Family:
+    """A declared family of one namespace. Parts are only ever appended."""
+
+    namespace: str
+    fingerprint: bytes
+    model: str
+    chunk_tokens: int
+    rules: dict[str, GroupRule]
+    parts: list[PartInfo] = field(default_factory=list)
+    part_index: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A validated ChunkRun with its context: what every verb works on."""
+
+    namespace: str
+    tenant: str
+    family: Family
+    keys: list[bytes]
+    start: int
+    parent: bytes
+    end_token: int
+    parts: tuple[int, ...]  # indices into family.parts, never empty
+    probe: bool = False
+    request_id: str = ""
+
+    def chunk_end_token(self, i: int) -> int:
+        """Tokens of the prefix up to the end of the run's i-th chunk."""
+        full = (self.start + i + 1) * self.family.chunk_tokens
+        return min(full, self.end_token) if self.end_token and i == len(self.keys) - 1 else full
+
+    def chunk_tokens(self, i: int) -> int:
+        """Tokens in the run's i-th chunk."""
+        return self.chunk_end_token(i) - (self.start + i) * self.family.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class MatchAnswer:
+    """See proto MatchReply."""
+
+    chunks: int
+    tokens: int
+    states: bytes
+    payload_bytes: int
+    eta_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """One object, verified and leased. `view` is read-only and exactly the object's bytes."""
+
+    index: int
+    length_bytes: int
+    checksum: bytes
+    tier: int
+    view: memoryview
+    piece_checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WantedObject:
+    """One object whose bytes a put is to bring. `view` is writable, exactly `length_bytes` long."""
+
+    index: int
+    length_bytes: int
+    view: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What the server computed over the daemon's own copy, once an object's bytes are in place."""
+
+    index: int
+    checksum: bytes
+    piece_checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutOffer:
+    """A validated PutHeader. `lengths_bytes` has one entry per object; 0 is not offered."""
+
+    run: Run
+    lengths_bytes: list[int]
+    checksums: bytes
+    durable: bool
+    wait: bool
+    ttl_ms: int
+    deadline: float  # time.monotonic()
+
+
+@dataclass(slots=True)
+class PutTicket:
+    """A put between plan and outcome. `states` holds one PutState per object.
+
+    Made by `Store.begin_put`; ended by exactly one of `commit_put` and `abort_put`.
+    """
+
+    ticket_id: int
+    offer: PutOffer
+    states: bytearray
+    wanted: list[WantedObject]
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedReport:
+    """What a clean stop could not make durable."""
+
+    lost_objects: int
+    lost_bytes: int

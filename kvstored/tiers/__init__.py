@@ -1,0 +1,1 @@
+"""Places where objects live, behind one small ABC. Imports io, never store."""

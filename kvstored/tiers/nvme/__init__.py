@@ -1,0 +1,1 @@
+"""NVMe tier: slots in a preallocated file, LMDB index."""

@@ -1,0 +1,1 @@
+"""RAM tier: sealed memfd segments cut into slabs."""

@@ -128,7 +128,7 @@ class ObjectRead:
 class TierUsage:
     """`footprint_bytes`: what the memory or device really holds, preallocation and index included.
     `charged_bytes`: sum over objects of `charge_bytes`. Both obey `cap_bytes`.
-    """  # noqa: D205
+    """
 
     cap_bytes: int
     footprint_bytes: int
@@ -186,7 +186,7 @@ class Tier(ABC):
     @property
     @abstractmethod
     def health(self) -> str:
-        """ "ok", or what is wrong in words."""
+        """State in words: "ok", or what is wrong."""
 
     @abstractmethod
     def usage(self) -> TierUsage:
@@ -224,13 +224,13 @@ class Tier(ABC):
         `persistent`) when it returns. A place whose write is not OK is free again.
 
         Cancellation of the caller does not cut a write short: the tier finishes it.
-        """  # noqa: D205
+        """
 
     @abstractmethod
     async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
         """Read and verify objects. After it returns, or raises CancelledError, nothing more is
         written to any `into`.
-        """  # noqa: D205
+        """
 
     @abstractmethod
     async def delete(self, places: Sequence[int]) -> None:

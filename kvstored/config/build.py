@@ -1,0 +1,252 @@
+"""From the tree of given values to validated settings. All faults are found in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvstored.config import host as hosts
+from kvstored.config.host import Host
+from kvstored.config.namespaces import build_namespaces
+from kvstored.config.reader import Report, Section, secretive, suggestion
+from kvstored.config.secret import Secret
+from kvstored.config.settings import (
+    DaemonSettings,
+    LimitSettings,
+    ListenSettings,
+    LogSettings,
+    NvmeSettings,
+    RamSettings,
+    Settings,
+    TcpAddress,
+    TenantSettings,
+)
+from kvstored.config.sizes import format_size
+from kvstored.config.sources import CONFIG_VARIABLE, NAMESPACE_TABLE, PREFIX, Tree
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "tenants", "log")
+
+LEAST_RAM_BYTES = MIB
+LEAST_NVME_BYTES = 64 * MIB
+DEFAULT_RAM_BYTES = GIB
+DEFAULT_NVME_BYTES = 10 * GIB
+DEFAULT_HTTP = "127.0.0.1:9441"
+LEAST_OBJECT_BYTES = 4096
+LEAST_SECRET_CHARACTERS = 16
+LONGEST_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its NUL
+
+
+def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings, Report]:
+    """Settings of a tree of values on a host. They may be used only if `Report.problems` is empty.
+
+    `environ` is where `token_env` looks.
+    """
+    report = Report(problems=list(tree.problems))
+    tables = {name: tree.sections.get(name, {}) for name in SECTIONS}
+    section = {name: Section(name, table, report) for name, table in tables.items()}
+
+    daemon = _daemon(section["daemon"], host)
+    listen = _listen(section["listen"], host)
+    ram = _ram(section["ram"], host)
+    nvme = _nvme(section["nvme"], daemon.data_dir, report)
+    limits = _limits(section["limits"], ram)
+    tenants = TenantSettings(section["tenants"].integer("max", 1000, least=1, most=100_000))
+    log = LogSettings(
+        section["log"].choice("level", "info", ("debug", "info", "warning", "error")),
+        section["log"].choice("format", "logfmt", ("logfmt", "json")),
+    )
+    for each in section.values():
+        each.finish()
+    namespaces = build_namespaces(
+        tree.namespaces, ram, nvme, environ, report, implicit_default=daemon.default_namespace
+    )
+    settings = Settings(daemon, listen, ram, nvme, limits, tenants, log, namespaces)
+    _unknown_sections(tree, report)
+    _near_variables(environ, report)
+    _across(settings, section["listen"], report)
+    return settings, report
+
+
+def _daemon(section: Section, host: Host) -> DaemonSettings:
+    data_dir = section.text("data_dir", str(host.state_dir), _absolute, "write an absolute path")
+    if reason := hosts.unusable_reason(data_dir):
+        section.complain(
+            "data_dir",
+            f"{data_dir} cannot be written: {reason}; choose a directory of the daemon's",
+        )
+    secret = _secret(section)
+    stop_timeout_s = section.seconds("stop_timeout_s", 30.0, least=1.0, most=3600.0)
+    default_namespace = section.boolean("default_namespace", default=True)
+    return DaemonSettings(data_dir, secret, stop_timeout_s, default_namespace)
+
+
+def _secret(section: Section) -> Secret | None:
+    text = section.secret_text("deployment_secret")
+    key = "deployment_secret"
+    file = section.text("deployment_secret_file", "", _absolute_or_none, "write an absolute path")
+    if text is not None and file is not None:
+        section.complain("deployment_secret_file", "give this or deployment_secret, not both")
+    elif file is not None:
+        key = "deployment_secret_file"
+        try:
+            text = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            section.complain(key, f"cannot be read: {error}")
+            return None
+    if text is None:
+        return None
+    if len(text) < LEAST_SECRET_CHARACTERS:
+        section.complain_secret(
+            key, f"too short: give at least {LEAST_SECRET_CHARACTERS} random characters"
+        )
+    return Secret(text)
+
+
+def _listen(section: Section, host: Host) -> ListenSettings:
+    unix = section.text(
+        "unix", str(host.runtime_dir / "kvstored.sock"), _socket_path, "write an absolute path"
+    )
+    tcp = section.text("tcp", "", _tcp_or_none, "write host:port, or nothing for no TCP listener")
+    http = section.text("http", DEFAULT_HTTP, _http, "write host:port or an absolute path")
+    if http == unix:
+        section.complain("http", "must not be the path of listen.unix")
+    insecure = section.boolean("insecure", default=False)
+    return ListenSettings(unix, tcp, http, insecure)
+
+
+def _ram(section: Section, host: Host) -> RamSettings:
+    default = max(LEAST_RAM_BYTES, min(DEFAULT_RAM_BYTES, host.memory_bytes // 4 // MIB * MIB))
+    cap_bytes = section.size("cap_bytes", default, least=LEAST_RAM_BYTES)
+    if cap_bytes > host.memory_bytes:
+        section.complain(
+            "cap_bytes",
+            f"above the memory there is: {format_size(host.memory_bytes)} ({host.memory_from}); "
+            f"at most half of it is advisable",
+        )
+    return RamSettings(cap_bytes)
+
+
+def _nvme(section: Section, data_dir: Path, report: Report) -> NvmeSettings:
+    try:
+        disk_bytes = hosts.disk_for(data_dir)
+    except OSError as error:
+        section.complain("cap_bytes", f"the disk of {data_dir} cannot be asked: {error.strerror}")
+        disk_bytes = 2 * DEFAULT_NVME_BYTES
+    default = min(DEFAULT_NVME_BYTES, disk_bytes // 2 // LEAST_NVME_BYTES * LEAST_NVME_BYTES)
+    room = default >= LEAST_NVME_BYTES
+    enabled = section.boolean("enabled", default=room)
+    cap_bytes = section.size("cap_bytes", max(default, LEAST_NVME_BYTES), least=LEAST_NVME_BYTES)
+    if not enabled:
+        if not room and not section.given("enabled"):
+            report.warnings.append(
+                f"the disk of {data_dir} has room for {format_size(disk_bytes)} only: there is no "
+                "NVMe tier, and a restart loses everything"
+            )
+        return NvmeSettings(enabled=False, cap_bytes=0)
+    if cap_bytes > disk_bytes:
+        section.complain(
+            "cap_bytes",
+            f"above what the disk of {data_dir} can hold: {format_size(disk_bytes)} (free "
+            "space and what kvstored holds there already)",
+        )
+    return NvmeSettings(enabled=True, cap_bytes=cap_bytes)
+
+
+def _limits(section: Section, ram: RamSettings) -> LimitSettings:
+    half = max(LEAST_OBJECT_BYTES, ram.cap_bytes // 2)
+    return LimitSettings(
+        section.size(
+            "max_put_bytes", min(256 * MIB, half), least=LEAST_OBJECT_BYTES, most=ram.cap_bytes
+        ),
+        section.size("max_dirty_bytes", half, least=LEAST_OBJECT_BYTES, most=ram.cap_bytes),
+        section.integer("max_calls", 256, least=1, most=65_536),
+    )
+
+
+def _across(settings: Settings, listen: Section, report: Report) -> None:
+    """Checks that need more than one section."""
+    tokens = any(namespace.tokens for namespace in settings.namespaces)
+    if settings.listen.tcp and not tokens and not settings.listen.insecure:
+        listen.complain(
+            "tcp",
+            "a TCP listener needs a namespace with tokens (tokens, token_files or token_env), or "
+            "an explicit --insecure",
+        )
+    http = settings.listen.http
+    if isinstance(http, TcpAddress) and not http.loopback:
+        report.warnings.append(
+            f"listen.http is {http}: metrics are served without a token to whoever reaches it"
+        )
+
+
+def _unknown_sections(tree: Tree, report: Report) -> None:
+    known = (*SECTIONS, NAMESPACE_TABLE)
+    for name in tree.sections.keys() - set(SECTIONS):
+        source = next(iter(tree.sections[name].values())).source if tree.sections[name] else "file"
+        what = suggestion(name, known, "unknown section")
+        report.problems.append(f"[{name}] ({source}): {what}; sections are {', '.join(known)}")
+    for name, given in tree.strays.items():
+        homes = [e.table for e in report.effective if e.key == name and e.table[1:-1] in SECTIONS]
+        hint = (
+            f"it belongs under {homes[0]}" if homes else f"settings stand under {', '.join(known)}"
+        )
+        value = "" if secretive(name) else f" = {given.value!r}"
+        report.problems.append(f"{name}{value} ({given.source}): outside any section; {hint}")
+
+
+def _near_variables(environ: Mapping[str, str], report: Report) -> None:
+    """Complain of KVSTORED_RAM_CAP_BYTES, which lacks an underscore.
+
+    Other variables without "__" are not ours: clients have some, and container platforms set
+    KVSTORED_PORT and the like for a service of that name.
+    """
+    known = {
+        f"{PREFIX}{e.table[1:-1]}__{e.key}".upper()
+        for e in report.effective
+        if e.table[1:-1] in SECTIONS
+    }
+    flat = {name.replace("__", "_"): name for name in known}
+    for name in environ:
+        if name != CONFIG_VARIABLE and (meant := flat.get(name)) and meant != name:
+            report.problems.append(f"{name}: did you mean {meant}, with two underscores?")
+
+
+def _absolute(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not text or not path.is_absolute():
+        raise ValueError
+    return path
+
+
+def _absolute_or_none(text: str) -> Path | None:
+    return _absolute(text) if text else None
+
+
+def _socket_path(text: str) -> Path:
+    path = _absolute(text.removeprefix("unix:"))
+    if len(str(path).encode()) > LONGEST_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"a socket's path may have at most {LONGEST_SOCKET_PATH_BYTES} bytes: shorten it"
+        )
+    return path
+
+
+def _tcp(text: str) -> TcpAddress:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("write host:port, such as 0.0.0.0:9440")
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare and bare == host):
+        raise ValueError("write a host before the port: 0.0.0.0 for every one, [::] with IPv6")
+    return TcpAddress(bare, int(port))
+
+
+def _tcp_or_none(text: str) -> TcpAddress | None:
+    return _tcp(text) if text else None
+
+
+def _http(text: str) -> TcpAddress | Path:
+    return _socket_path(text) if text.startswith(("/", "unix:")) else _tcp(text)

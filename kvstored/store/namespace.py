@@ -1,0 +1,59 @@
+"""One trust domain: its index, recency, ghosts, families and pins. No state is shared with another."""
+
+from __future__ import annotations
+
+import time
+
+from kvstored.store.families import Families
+from kvstored.store.ghosts import Ghosts
+from kvstored.store.index import NONE, TIERS, ChunkIndex
+from kvstored.store.lru import LeafLru
+from kvstored.tiers.base import TierKind
+
+MAX_PINNED_CHUNKS = 65536
+
+
+class Namespace:
+    """All that the store knows of one namespace."""
+
+    def __init__(self, name: str, number: int, default_ttl_ms: int = 0) -> None:
+        self.name = name
+        self.number = number
+        self.default_ttl_ms = default_ttl_ms
+        self.index = ChunkIndex()
+        self.lru: dict[TierKind, LeafLru] = {tier: LeafLru() for tier in TIERS}
+        self.ghosts = Ghosts()
+        self.families = Families(name)
+        self.tenants: list[str] = []
+        self._tenant_numbers: dict[str, int] = {}
+        self.pins: dict[int, float] = {}  # chunk row -> time.monotonic() at which the pin ends
+
+    def tenant_number(self, label: str) -> int:
+        """The number under which chunks carry a (bounded) tenant label."""
+        number = self._tenant_numbers.get(label)
+        if number is None:
+            number = self._tenant_numbers[label] = len(self.tenants)
+            self.tenants.append(label)
+        return number
+
+    def pinned(self, chunk: int) -> bool:
+        """Whether a pin protects the chunk now."""
+        until = self.pins.get(chunk)
+        if until is None:
+            return False
+        if until <= time.monotonic():
+            del self.pins[chunk]
+            return False
+        return True
+
+    def expired(self, chunk: int, now_ms: int) -> bool:
+        """Whether the chunk's time to live is over."""
+        expires_ms = self.index.expires_ms[chunk]
+        return 0 < expires_ms <= now_ms
+
+    def find(self, key: bytes, now_ms: int) -> int:
+        """The row of a chunk that is held and has not expired, or NONE."""
+        chunk = self.index.rows.get(key, NONE)
+        if chunk != NONE and self.expired(chunk, now_ms):
+            return NONE
+        return chunk

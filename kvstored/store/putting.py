@@ -1,0 +1,284 @@
+"""One Put: plan, reserve, and, once every byte is in place and hashed, publish."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstored_client.proto import kvstore_pb2 as pb
+
+from kvstored.store.accounting import Accounts
+from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject
+from kvstored.store.index import NONE
+from kvstored.store.namespace import Namespace
+from kvstored.store.residency import Residency, now_ms
+from kvstored.store.room import Room
+from kvstored.store.trash import Trash
+from kvstored.store.writer import Writer
+from kvstored.tiers.base import NoRoom, ObjectMeta, TierKind, padded_bytes
+from kvstored.tiers.ram.tier import RamTier
+
+_REFUSALS = {
+    NoRoom.TIER: pb.REFUSED_NO_ROOM,
+    NoRoom.NAMESPACE: pb.REFUSED_CAP,
+    NoRoom.NEVER: pb.REFUSED_TOO_LARGE,
+    NoRoom.DOWN: pb.REFUSED_NO_ROOM,
+}
+
+
+@dataclass(slots=True)
+class _Open:
+    """A ticket's reserved places, by object index; emptied as they are published or given back."""
+
+    ns: Namespace
+    offer: PutOffer
+    places: dict[int, int]
+
+
+class Putter:
+    """The puts under way in one store."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        writer: Writer | None,
+        residency: Residency,
+        room: Room,
+        trash: Trash,
+        max_dirty_bytes: int,
+    ) -> None:
+        self._ram = ram
+        self._writer = writer
+        self._residency = residency
+        self._room = room
+        self._trash = trash
+        self._max_dirty_bytes = max_dirty_bytes
+        self._open: dict[int, _Open] = {}
+        self._next_ticket = 0
+
+    @property
+    def _accounts(self) -> Accounts:
+        return self._residency.accounts
+
+    # -- planning ------------------------------------------------------------------------------
+
+    async def begin(self, ns: Namespace, offer: PutOffer) -> PutTicket:
+        """Decide for each object and reserve room for the wanted ones."""
+        states = bytearray(len(offer.lengths_bytes))
+        wanted = self._plan(ns, offer, states)
+        lengths = [offer.lengths_bytes[i] for i in wanted]
+        places = await self._reserve(ns, offer, lengths) if wanted else []
+        self._next_ticket += 1
+        opened = _Open(ns, offer, {})
+        objects = []
+        for index, place in zip(wanted, places, strict=True):
+            if isinstance(place, NoRoom):
+                late = offer.wait and place in (NoRoom.TIER, NoRoom.NAMESPACE)
+                states[index] = pb.REFUSED_DEADLINE if late else _REFUSALS[place]
+                continue
+            opened.places[index] = place
+            states[index] = pb.WANTED
+            objects.append(WantedObject(index, offer.lengths_bytes[index], self._ram.view(place)))
+        self._open[self._next_ticket] = opened
+        return PutTicket(self._next_ticket, offer, states, objects)
+
+    def _plan(self, ns: Namespace, offer: PutOffer, states: bytearray) -> list[int]:
+        """Fill in what is decided already; give the indices of the objects to ask for."""
+        run, at_ms = offer.run, now_ms()
+        wanted: list[int] = []
+        held: list[int] = []
+        for i, key in enumerate(run.keys):
+            chunk = ns.index.find(key)
+            if chunk != NONE and ns.expired(chunk, at_ms):
+                self._residency.expire(ns, [chunk], at_ms)
+                chunk = NONE
+            if chunk != NONE:
+                held.append(chunk)
+            for j, part in enumerate(run.parts):
+                index = i * len(run.parts) + j
+                if not offer.lengths_bytes[index]:
+                    states[index] = pb.NOT_OFFERED
+                    continue
+                row = ns.index.find_object(chunk, part) if chunk != NONE else NONE
+                if row == NONE:
+                    wanted.append(index)
+                else:
+                    announced = offer.checksums[16 * index : 16 * index + 16]
+                    states[index] = self._already(ns, row, offer.lengths_bytes[index], announced)
+        self._residency.touch(ns, held)
+        return wanted
+
+    def _already(self, ns: Namespace, row: int, length_bytes: int, checksum: bytes) -> int:
+        """The outcome for an object that is held already: the first writer's bytes stand."""
+        if ns.index.object_length[row] != length_bytes:
+            return int(pb.REFUSED_LENGTH)
+        if checksum and checksum != ns.index.checksum(row):
+            self._accounts.conflicts[ns.name] += 1
+        return int(pb.EXISTED)
+
+    async def _reserve(
+        self, ns: Namespace, offer: PutOffer, lengths: list[int]
+    ) -> list[int | NoRoom]:
+        until = offer.deadline if offer.wait else None
+        if not await self._dirty_room(sum(map(padded_bytes, lengths)), until):
+            return [NoRoom.TIER] * len(lengths)
+        return await self._room.reserve(TierKind.RAM, ns, lengths, until)
+
+    async def _dirty_room(self, nbytes: int, until: float | None) -> bool:
+        """Whether the persistent tier's backlog leaves room for so many more dirty bytes."""
+        writer = self._writer
+        if writer is None:
+            return True
+        while writer.dirty_bytes and writer.dirty_bytes + nbytes > self._max_dirty_bytes:
+            left = until - time.monotonic() if until is not None else 0.0
+            if left <= 0:
+                return False
+            self._trash.freed.clear()
+            try:
+                await asyncio.wait_for(self._trash.freed.wait(), left)
+            except TimeoutError:
+                return False
+        return True
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    async def commit(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
+        """Publish what arrived whole and as announced; wait for durability where it was asked.
+
+        From here on cancellation loses no place: publishing is done before the first wait.
+        """
+        opened = self._open.pop(ticket.ticket_id)
+        ns, offer = opened.ns, opened.offer
+        states = ticket.states
+        for got in sorted(received, key=lambda r: r.index):
+            states[got.index] = self._publish(opened, got)
+        self._ram.cancel(list(opened.places.values()))
+        for index in opened.places:
+            if states[index] == pb.WANTED:
+                states[index] = pb.REFUSED_DEADLINE
+        opened.places.clear()
+        self._residency.touch(ns, self._rows(ns, offer))
+        if offer.durable:
+            await self._await_durable(ns, offer, states)
+        self._count(ns, offer, states)
+        return bytes(states)
+
+    def _rows(self, ns: Namespace, offer: PutOffer) -> list[int]:
+        rows = (ns.index.find(key) for key in offer.run.keys)
+        return [row for row in rows if row != NONE]
+
+    def _publish(self, opened: _Open, got: Received) -> int:
+        """Publish one object: bytes are in place and checksummed; now, last, the index learns."""
+        ns, offer = opened.ns, opened.offer
+        announced = offer.checksums[16 * got.index : 16 * got.index + 16]
+        if announced and announced != got.checksum:
+            return int(pb.REFUSED_CHECKSUM)
+        run = offer.run
+        i, j = divmod(got.index, len(run.parts))
+        length = offer.lengths_bytes[got.index]
+        chunk = ns.index.find(run.keys[i])
+        if chunk != NONE:
+            row = ns.index.find_object(chunk, run.parts[j])
+            if row != NONE:  # somebody else was first while our bytes came
+                return self._already(ns, row, length, got.checksum)
+        else:
+            chunk = self._add_chunk(ns, offer, i)
+        meta = self._meta(ns, chunk, offer, i, j, got)
+        place = opened.places.pop(got.index)
+        self._ram.publish(place, meta)
+        row = ns.index.add_object(chunk, run.parts[j], length, got.checksum)
+        self._residency.place_object(ns, row, TierKind.RAM, place)
+        if self._writer is not None:
+            self._writer.submit(ns, row, meta, place)
+        return int(pb.STORED)
+
+    def _add_chunk(self, ns: Namespace, offer: PutOffer, i: int) -> int:
+        run = offer.run
+        ttl_ms = offer.ttl_ms or ns.default_ttl_ms
+        ns.ghosts.forget(run.keys[i])
+        return ns.index.add_chunk(
+            run.keys[i],
+            run.keys[i - 1] if i else run.parent,
+            family=ns.families.number(run.family.fingerprint),
+            tenant=ns.tenant_number(run.tenant),
+            depth=run.start + i,
+            end_token=run.chunk_end_token(i),
+            expires_ms=now_ms() + ttl_ms if ttl_ms else 0,
+        )
+
+    def _meta(
+        self, ns: Namespace, chunk: int, offer: PutOffer, i: int, j: int, got: Received
+    ) -> ObjectMeta:
+        run = offer.run
+        return ObjectMeta(
+            namespace=ns.name,
+            family=run.family.fingerprint,
+            key=run.keys[i],
+            part=run.family.parts[run.parts[j]].name,
+            tenant=ns.tenants[ns.index.tenant[chunk]],
+            parent=ns.index.parent_keys[chunk],
+            depth=ns.index.depth[chunk],
+            end_token=ns.index.end_token[chunk],
+            expires_ms=ns.index.expires_ms[chunk],
+            length_bytes=offer.lengths_bytes[got.index],
+            checksum=got.checksum,
+            piece_checksums=got.piece_checksums,
+        )
+
+    async def _await_durable(self, ns: Namespace, offer: PutOffer, states: bytearray) -> None:
+        """Wait until stored and existing objects are durable; mark those that are not in time."""
+        rows = {
+            index: row
+            for index, row in self._object_rows(ns, offer)
+            if states[index] in (pb.STORED, pb.EXISTED)
+        }
+        pending = {
+            index: future
+            for index, row in rows.items()
+            if self._writer is not None and (future := self._writer.pending(ns, row)) is not None
+        }
+        if pending:
+            left = max(0.0, offer.deadline - time.monotonic())
+            await asyncio.wait(pending.values(), timeout=left)
+        for index in states_of(states, pb.STORED, pb.EXISTED):
+            row = rows.get(index)
+            future = pending.get(index)
+            durable = (
+                future.done() and future.result()
+                if future is not None
+                else row is not None and ns.index.place[TierKind.NVME][row] != NONE
+            )
+            if not durable:
+                states[index] = pb.STORED_NOT_DURABLE
+
+    def _object_rows(self, ns: Namespace, offer: PutOffer) -> list[tuple[int, int]]:
+        found = []
+        for i, key in enumerate(offer.run.keys):
+            chunk = ns.index.find(key)
+            if chunk == NONE:
+                continue
+            for j, part in enumerate(offer.run.parts):
+                row = ns.index.find_object(chunk, part)
+                if row != NONE:
+                    found.append((i * len(offer.run.parts) + j, row))
+        return found
+
+    def _count(self, ns: Namespace, offer: PutOffer, states: bytearray) -> None:
+        for state in set(states) - {int(pb.NOT_OFFERED)}:
+            outcome = pb.PutState.Name(pb.PutState.ValueType(state)).lower()
+            self._accounts.puts[ns.name, offer.run.tenant, outcome] += states.count(state)
+
+    def abort(self, ticket: PutTicket) -> None:
+        """Give back everything a ticket reserved. Nothing of it becomes readable. Idempotent."""
+        opened = self._open.pop(ticket.ticket_id, None)
+        if opened is not None:
+            self._ram.cancel(list(opened.places.values()))
+            opened.places.clear()
+            self._trash.freed.set()
+
+
+def states_of(states: bytearray, *wanted: int) -> list[int]:
+    """Indices of the objects in any of these states."""
+    return [index for index, state in enumerate(states) if state in wanted]

@@ -1,0 +1,92 @@
+"""Loads what a persistent tier recovered into the namespaces' indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from kvstored_client.proto import kvstore_pb2 as pb
+
+from kvstored.store.index import NONE
+from kvstored.store.namespace import Namespace
+from kvstored.store.residency import Residency, now_ms
+from kvstored.tiers.base import Recovered, TierKind
+
+
+def by_recency(found: Recovered) -> list[int]:
+    """Row order in which recency is rebuilt: least recent first, a parent after its children.
+
+    A chunk counts as used when the youngest object below it was written, as writing it touched
+    everything above.
+    """
+    count = len(found.place)
+    used = found.sequence.astype(np.uint64).copy()
+    row_of = {found.keys[i].tobytes(): i for i in range(count)}
+    for i in np.argsort(found.depth)[::-1]:
+        parent = row_of.get(found.parents[i].tobytes())
+        if parent is not None and used[parent] < used[i]:
+            used[parent] = used[i]
+    order = np.lexsort((-found.depth.astype(np.int64), used))
+    return [int(i) for i in order]
+
+
+def load(
+    found: Recovered,
+    tier: TierKind,
+    namespace: Callable[[str], Namespace | None],
+    residency: Residency,
+) -> list[int]:
+    """Enter every recovered object. Gives the places to delete: expired ones, duplicates, and
+    those of namespaces that are no longer configured.
+    """
+    _declare_families(found, namespace)
+    at_ms = now_ms()
+    unwanted: list[int] = []
+    for i in by_recency(found):
+        ns = namespace(found.namespaces[found.namespace_id[i]])
+        if ns is None or 0 < int(found.expires_ms[i]) <= at_ms:
+            unwanted.append(int(found.place[i]))
+            continue
+        duplicate = _enter(ns, found, i, tier, residency)
+        if duplicate != NONE:
+            unwanted.append(duplicate)
+    return unwanted
+
+
+def _declare_families(found: Recovered, namespace: Callable[[str], Namespace | None]) -> None:
+    for (name, fingerprint), serialised in found.family_specs.items():
+        ns = namespace(name)
+        if ns is None:
+            continue
+        spec = pb.FamilySpec.FromString(serialised)
+        if spec.fingerprint == fingerprint:
+            ns.families.declare(spec)
+
+
+def _enter(ns: Namespace, found: Recovered, i: int, tier: TierKind, residency: Residency) -> int:
+    """Enter one object. Gives a place that is not needed (an older copy's), or NONE."""
+    index = ns.index
+    family = ns.families.recovered(found.families[found.family_id[i]])
+    part = ns.families.add_part_name(family, found.parts[found.part_id[i]])
+    key = found.keys[i].tobytes()
+    place = int(found.place[i])
+    chunk = index.find(key)
+    if chunk == NONE:
+        parent = found.parents[i].tobytes()
+        tenant = residency.accounts.tenant_label(ns.name, found.tenants[found.tenant_id[i]])
+        chunk = index.add_chunk(
+            key,
+            parent if any(parent) else b"",
+            family=ns.families.number(family.fingerprint),
+            tenant=ns.tenant_number(tenant),
+            depth=int(found.depth[i]),
+            end_token=int(found.end_token[i]),
+            expires_ms=int(found.expires_ms[i]),
+        )
+    row = index.find_object(chunk, part)
+    if row != NONE:
+        return place
+    row = index.add_object(chunk, part, int(found.length_bytes[i]), found.checksums[i].tobytes())
+    residency.place_object(ns, row, tier, place)
+    residency.touch(ns, [chunk])
+    return NONE

@@ -1,0 +1,158 @@
+"""Which chunk is in which tier, kept consistent: index, recency, accounts and ghosts move together.
+
+Every change of residency goes through here, so the counters cannot drift from the index. No I/O:
+places that became free are handed to `discard`, which gives them back to their tier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvstored_client.proto import kvstore_pb2 as pb
+
+from kvstored.store.accounting import Accounts
+from kvstored.store.index import NONE, TIER_BIT, TIERS
+from kvstored.store.namespace import Namespace
+from kvstored.tiers.base import Tier, TierKind
+
+TIER_LABEL = {TierKind.RAM: "ram", TierKind.NVME: "nvme", TierKind.OBJECT: "object"}
+
+
+def now_ms() -> int:
+    """Unix time in ms, the clock of time to live."""
+    return time.time_ns() // 1_000_000
+
+
+class Residency:
+    """The one place where objects come to tiers and leave them."""
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        tiers: Mapping[TierKind, Tier],
+        discard: Callable[[TierKind, list[int]], None],
+    ) -> None:
+        """`discard(tier, places)` must free the places; for a persistent tier, durably."""
+        self.accounts = accounts
+        self.tiers = tiers
+        self._discard = discard
+        self._tick = 0
+
+    # -- recency -------------------------------------------------------------------------------
+
+    def _bump(self, ns: Namespace, chunk: int) -> None:
+        self._tick += 1
+        ns.index.tick[chunk] = self._tick
+        held = ns.index.tiers[chunk]
+        for tier in TIERS:
+            if held & TIER_BIT[tier]:
+                ns.lru[tier].touch(chunk)
+
+    def touch(self, ns: Namespace, chunks: Sequence[int]) -> None:
+        """Mark a run of chunks (in prefix order) and everything above it as just used."""
+        if not chunks:
+            return
+        for chunk in reversed(chunks):
+            self._bump(ns, chunk)
+        for chunk in ns.index.ancestors(chunks[0]):
+            self._bump(ns, chunk)
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def place_object(self, ns: Namespace, row: int, tier: TierKind, place: int) -> None:
+        """The object is readable in a tier at a place from now on."""
+        index = ns.index
+        chunk = index.object_chunk[row]
+        if index.set_place(row, tier, place):
+            ns.lru[tier].add(chunk)
+        self._charge(ns, row, tier, 1)
+
+    def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
+        """The object is no longer readable in a tier. Gives the place, which is the caller's now."""
+        index = ns.index
+        place = index.place[tier][row]
+        self._charge(ns, row, tier, -1)
+        chunk = index.object_chunk[row]
+        if index.set_place(row, tier, NONE):
+            ns.lru[tier].remove(chunk)
+        gone = self.accounts.evicted[ns.name, TIER_LABEL[tier], reason]
+        gone.add(1, 0, index.object_length[row])
+        return place
+
+    def _charge(self, ns: Namespace, row: int, tier: TierKind, sign: int) -> None:
+        length = ns.index.object_length[row]
+        tenant = ns.tenants[ns.index.tenant[ns.index.object_chunk[row]]]
+        label = TIER_LABEL[tier]
+        nbytes = self.tiers[tier].charge_bytes(length)
+        self.accounts.charge(ns.name, tenant, label, sign * nbytes, sign)
+        if sign > 0:
+            self.accounts.stored[ns.name, tenant, label].add(1, 0, length)
+
+    def evict_chunk(self, ns: Namespace, chunk: int, tier: TierKind) -> int:
+        """Take a chunk out of one tier, for room. Gives the bytes freed there.
+
+        If no other tier has it, the chunk is gone, and its subtree with it.
+        """
+        index = ns.index
+        places = []
+        freed = 0
+        for row in list(index.object_rows(chunk)):
+            if index.place[tier][row] != NONE:
+                freed += self.tiers[tier].charge_bytes(index.object_length[row])
+                places.append(self.unplace_object(ns, row, tier, "capacity"))
+        self._discard(tier, places)
+        if not index.tiers[chunk]:
+            self.drop_subtree(ns, chunk, pb.MISS_EVICTED, "capacity")
+        else:
+            self._forget_homeless(ns, chunk)
+        return freed
+
+    def _forget_homeless(self, ns: Namespace, chunk: int) -> None:
+        """Forget objects of the chunk that no tier has (another part of it is still held)."""
+        index = ns.index
+        for row in list(index.object_rows(chunk)):
+            if all(index.place[tier][row] == NONE for tier in TIERS):
+                index.remove_object(row)
+
+    def drop_object(self, ns: Namespace, row: int, state: pb.ChunkState, reason: str) -> None:
+        """Drop one object from every tier; its chunk too, with its subtree, if it was the last."""
+        index = ns.index
+        chunk = index.object_chunk[row]
+        for tier in TIERS:
+            if index.place[tier][row] != NONE:
+                self._discard(tier, [self.unplace_object(ns, row, tier, reason)])
+        index.remove_object(row)
+        if index.first_object[chunk] == NONE:
+            self.drop_subtree(ns, chunk, state, reason)
+
+    def drop_subtree(
+        self, ns: Namespace, chunk: int, state: pb.ChunkState, reason: str
+    ) -> dict[TierKind, list[int]]:
+        """Drop a chunk and all below it from every tier. Gives the places that were discarded."""
+        index = ns.index
+        rows = index.subtree(chunk)
+        freed: dict[TierKind, list[int]] = {tier: [] for tier in TIERS}
+        for row in reversed(rows):
+            for obj in list(index.object_rows(row)):
+                for tier in TIERS:
+                    if index.place[tier][obj] != NONE:
+                        freed[tier].append(self.unplace_object(ns, obj, tier, reason))
+                index.remove_object(obj)
+            why = state if row == chunk else pb.MISS_EVICTED
+            ns.ghosts.remember(index.keys[row], why)
+            ns.pins.pop(row, None)
+            index.remove_chunk(row)
+        for tier, places in freed.items():
+            if places:
+                self._discard(tier, places)
+        return freed
+
+    def expire(self, ns: Namespace, chunks: Iterable[int], at_ms: int) -> int:
+        """Drop those of the rows that are chunks whose time is over. Gives how many were."""
+        count = 0
+        for chunk in chunks:
+            if ns.index.keys[chunk] and ns.expired(chunk, at_ms):
+                self.drop_subtree(ns, chunk, pb.MISS_EXPIRED, "expired")
+                count += 1
+        return count

@@ -1,0 +1,108 @@
+"""Makes room: reserves places in a tier, evicting the least recently used leaves of it.
+
+Nothing is held while waiting: a reservation that cannot be had in full is given back first, so that
+two callers can never wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvstored.store.index import NONE
+from kvstored.store.namespace import Namespace
+from kvstored.store.residency import Residency
+from kvstored.store.trash import Trash
+from kvstored.tiers.base import NoRoom, Tier, TierKind
+
+
+class Room:
+    """Reservations in the tiers of one store."""
+
+    def __init__(
+        self,
+        tiers: Mapping[TierKind, Tier],
+        namespaces: Mapping[str, Namespace],
+        residency: Residency,
+        trash: Trash,
+        busy: Callable[[Namespace, int, TierKind], bool],
+    ) -> None:
+        """`busy(ns, chunk, tier)`: something is under way that needs the chunk to stay there."""
+        self._tiers = tiers
+        self._namespaces = namespaces
+        self._residency = residency
+        self._trash = trash
+        self._busy = busy
+
+    async def reserve(
+        self, tier: TierKind, ns: Namespace, lengths: Sequence[int], until: float | None = None
+    ) -> list[int | NoRoom]:
+        """Places for the lengths, in order; from the first without room on, why not.
+
+        Evicts what it may. With `until` (time.monotonic()) it waits for room that others hold,
+        and then gives either every place or none.
+        """
+        while True:
+            self._trash.freed.clear()
+            places = await self._reserve_now(tier, ns, lengths)
+            refusal = next((p for p in places if isinstance(p, NoRoom)), None)
+            if refusal is None or until is None:
+                return places
+            self._tiers[tier].cancel([p for p in places if isinstance(p, int)])
+            left = until - time.monotonic()
+            if refusal in (NoRoom.NEVER, NoRoom.DOWN) or left <= 0:
+                return [refusal] * len(lengths)
+            try:
+                await asyncio.wait_for(self._trash.freed.wait(), left)
+            except TimeoutError:
+                return [refusal] * len(lengths)
+
+    async def _reserve_now(
+        self, tier: TierKind, ns: Namespace, lengths: Sequence[int]
+    ) -> list[int | NoRoom]:
+        places: list[int | NoRoom] = []
+        try:
+            while True:
+                got = await self._tiers[tier].reserve(ns.name, lengths[len(places) :])
+                refusal = next((p for p in got if isinstance(p, NoRoom)), None)
+                places.extend(p for p in got if isinstance(p, int))
+                if refusal is None:
+                    return places
+                missing = lengths[len(places) :]
+                scope = ns if refusal is NoRoom.NAMESPACE else None
+                if refusal in (NoRoom.NEVER, NoRoom.DOWN) or not self._evict(tier, scope, missing):
+                    return [*places, *([refusal] * len(missing))]
+                await self._trash.flush(tier)
+        except asyncio.CancelledError:
+            self._tiers[tier].cancel([p for p in places if isinstance(p, int)])
+            raise
+
+    def _evict(self, tier: TierKind, scope: Namespace | None, lengths: Sequence[int]) -> bool:
+        """Evict leaves until the lengths' worth of bytes is freed. False: nothing could be."""
+        wanted = sum(self._tiers[tier].charge_bytes(length) for length in lengths)
+        freed = 0
+        while freed < wanted:
+            ns, chunk = self._victim(tier, scope)
+            if ns is None:
+                break
+            freed += self._residency.evict_chunk(ns, chunk, tier)
+        return freed > 0
+
+    def _victim(self, tier: TierKind, scope: Namespace | None) -> tuple[Namespace | None, int]:
+        best: Namespace | None = None
+        best_chunk = NONE
+        for ns in (scope,) if scope is not None else self._namespaces.values():
+            chunk = ns.lru[tier].victim(lambda row, ns=ns: self._evictable(ns, row, tier))  # type: ignore[misc]  # mypy cannot type a default of a lambda
+            if chunk == NONE:
+                continue
+            if best is None or ns.index.tick[chunk] < best.index.tick[best_chunk]:
+                best, best_chunk = ns, chunk
+        return best, best_chunk
+
+    def _evictable(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
+        return (
+            not ns.index.children[tier][chunk]
+            and not ns.pinned(chunk)
+            and not self._busy(ns, chunk, tier)
+        )

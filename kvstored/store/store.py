@@ -1,0 +1,343 @@
+"""The tiered store: one object that the verbs drive. Owned by the verbs' loop, without locks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvstored_client.proto import admin_pb2
+from kvstored_client.proto import kvstore_pb2 as pb
+
+from kvstored import errors
+from kvstored.store import families, recovery
+from kvstored.store.accounting import Accounts
+from kvstored.store.api import (
+    Family,
+    MatchAnswer,
+    PutOffer,
+    PutTicket,
+    Received,
+    Run,
+    StoppedReport,
+)
+from kvstored.store.counting import count_get, count_match
+from kvstored.store.index import NONE
+from kvstored.store.loader import Loader
+from kvstored.store.lookup import match
+from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
+from kvstored.store.putting import Putter
+from kvstored.store.rates import Rates
+from kvstored.store.reading import GetStream
+from kvstored.store.residency import Residency, now_ms
+from kvstored.store.room import Room
+from kvstored.store.trash import Trash
+from kvstored.store.views import list_page, status_reply, usage_reply
+from kvstored.store.writer import Writer
+from kvstored.supervise import Supervisor
+from kvstored.tiers.base import Tier, TierKind
+from kvstored.tiers.ram.tier import RamTier
+
+log = logging.getLogger("kvstored.store")
+
+SWEEP_EVERY_S = 1.0
+SWEEP_ROWS = 16384
+MAX_PIN_MS = 3_600_000
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSettings:
+    """`default_ttl_ms` 0: chunks do not expire by themselves."""
+
+    name: str
+    default_ttl_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Bounds of the store. Caps of tiers and namespaces are the tiers' own settings."""
+
+    namespaces: tuple[NamespaceSettings, ...] = (NamespaceSettings("default"),)
+    max_dirty_bytes: int = 256 << 20
+    max_tenants: int = 1000
+    namespace_caps: Mapping[tuple[str, TierKind], int] = field(default_factory=dict)
+
+
+class Store:
+    """Chunks of every namespace over RAM and, where configured, NVMe."""
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: Tier | None,
+        settings: StoreSettings,
+        supervisor: Supervisor,
+    ) -> None:
+        """The tiers are opened by `open` and closed by `close`; the supervisor stays the caller's."""
+        self.settings = settings
+        self.boot_epoch = secrets.randbits(64)
+        self.started = time.monotonic()
+        self.accounts = Accounts(settings.max_tenants)
+        self.rates = Rates()
+        self.ram = ram
+        self.nvme = nvme
+        self.tiers: dict[TierKind, Tier] = {TierKind.RAM: ram}
+        if nvme is not None:
+            self.tiers[TierKind.NVME] = nvme
+        self._supervisor = supervisor
+        self.namespaces = {
+            ns.name: Namespace(ns.name, number, ns.default_ttl_ms)
+            for number, ns in enumerate(settings.namespaces)
+        }
+        self._trash = Trash(self.tiers)
+        self.residency = Residency(self.accounts, self.tiers, self._trash.discard)
+        self._room = Room(self.tiers, self.namespaces, self.residency, self._trash, self._busy)
+        self.writer: Writer | None = None
+        self._loader: Loader | None = None
+        if nvme is not None:
+            self.writer = Writer(ram, nvme, self.residency, self._room, self._trash)
+            self._loader = Loader(ram, nvme, self.residency, self._room)
+        self._putter = Putter(
+            ram, self.writer, self.residency, self._room, self._trash, settings.max_dirty_bytes
+        )
+        self._sweep_at: dict[str, int] = {}
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Open the tiers and recover; index, caps and accounts are right before it returns."""
+        await self.ram.open()
+        if self.nvme is not None:
+            found = await self.nvme.open()
+            self.accounts.recovery_dropped = dict(found.dropped)
+            unwanted = recovery.load(found, self.nvme.kind, self.namespaces.get, self.residency)
+            self._trash.discard(self.nvme.kind, unwanted)
+            log.info(
+                "recovered",
+                extra={"fields": {"objects": len(found.place), "dropped": found.dropped}},
+            )
+        self._supervisor.start("store-trash", self._trash.run)
+        self._supervisor.start("store-sweeper", self._sweep)
+        if self.writer is not None:
+            self._supervisor.start("store-writer", self.writer.run)
+
+    async def close(self, deadline_s: float) -> StoppedReport:
+        """Make what was accepted durable within the deadline, close the tiers, say what is lost."""
+        until = time.monotonic() + deadline_s
+        lost = (0, 0)
+        if self.writer is not None:
+            waiting = self.writer.in_flight()
+            if waiting:
+                await asyncio.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+            lost = self.writer.fail_all()
+        for tier in self.tiers.values():
+            left = max(0.05, until - time.monotonic())
+            try:
+                await asyncio.wait_for(self._close_tier(tier), left)
+            except TimeoutError:
+                log.warning(
+                    "tier did not close in time", extra={"fields": {"tier": tier.kind.name}}
+                )
+        return StoppedReport(*lost)
+
+    async def _close_tier(self, tier: Tier) -> None:
+        if tier is self.nvme and self._loader is not None:
+            await self._loader.close()
+        await self._trash.flush(tier.kind)
+        await tier.close()
+
+    async def _sweep(self) -> None:
+        """Drop chunks whose time is over, a slice of each namespace at a time."""
+        while True:
+            await asyncio.sleep(SWEEP_EVERY_S)  # a period, not a wait for something
+            for ns in self.namespaces.values():
+                rows = ns.index.chunk_rows
+                begin = self._sweep_at.get(ns.name, 0)
+                if begin >= rows:
+                    begin = 0
+                stop = min(rows, begin + SWEEP_ROWS)
+                at_ms = now_ms()
+                due = [
+                    row
+                    for row, expires in enumerate(ns.index.expires_ms[begin:stop], begin)
+                    if 0 < expires <= at_ms
+                ]
+                self.residency.expire(ns, due, at_ms)
+                self._sweep_at[ns.name] = stop
+
+    def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
+        """Whether something is under way that needs the chunk to stay in the tier."""
+        if tier is TierKind.RAM:
+            if self.writer is not None and self.writer.busy(ns, chunk):
+                return True
+            places = ns.index.place[TierKind.RAM]
+            return any(
+                self.ram.leased(places[row])
+                for row in ns.index.object_rows(chunk)
+                if places[row] != NONE
+            )
+        return self._loader is not None and self._loader.busy(ns, chunk)
+
+    # -- families ------------------------------------------------------------------------------
+
+    def namespace(self, name: str) -> Namespace:
+        """The state of a configured namespace; raises Unauthenticated, as for a wrong token."""
+        ns = self.namespaces.get(name)
+        if ns is None:
+            raise errors.Unauthenticated(
+                "no access to this namespace", "check the namespace's name and the token"
+            )
+        return ns
+
+    async def declare(self, namespace: str, spec: pb.FamilySpec) -> Family:
+        """Take a family's spec in and remember it over restarts.
+
+        Raises BadRequest, FamilyConflict or ResourceExhausted; see Families.declare.
+        """
+        ns = self.namespace(namespace)
+        self.accounts.model_label(spec.model)
+        family, new = ns.families.declare(spec)
+        if new and self.nvme is not None:
+            serialised = families.spec_of(family, spec)
+            await self.nvme.remember_family(namespace, family.fingerprint, serialised)
+        return family
+
+    def family(self, namespace: str, fingerprint: bytes) -> Family:
+        """A declared family; raises UnknownFamily."""
+        return self.namespace(namespace).families.get(fingerprint)
+
+    # -- verbs ---------------------------------------------------------------------------------
+
+    def match(self, run: Run, mode: int, depth: int) -> MatchAnswer:
+        """Which chunks are held. Misses that it reports are counted, unless the run is a probe."""
+        answer = match(self.namespace(run.namespace), run, mode, depth, self.rates.eta_ms)
+        count_match(self.accounts, run, answer.states)
+        return answer
+
+    def open_get(self, run: Run, deadline: float, bypass_ram: bool = False) -> GetStream:
+        """A stream of the run's objects. The caller must `close` it, whatever happens.
+
+        `bypass_ram` is advice; this form always reads through RAM.
+        """
+        del bypass_ram
+        return GetStream(
+            self.namespace(run.namespace),
+            run,
+            deadline,
+            self.ram,
+            self._loader,
+            self.residency,
+            lambda r, states, sizes: count_get(self.accounts, r, states, sizes),
+        )
+
+    async def begin_put(self, offer: PutOffer) -> PutTicket:
+        """Plan a put and reserve its room; end it by `commit_put` or `abort_put`."""
+        return await self._putter.begin(self.namespace(offer.run.namespace), offer)
+
+    async def commit_put(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
+        """Publish what was received. Gives one PutState per object."""
+        return await self._putter.commit(ticket, received)
+
+    async def abort_put(self, ticket: PutTicket) -> None:
+        """Give back what a ticket reserved. Idempotent, also after `commit_put`."""
+        self._putter.abort(ticket)
+
+    def touch(self, run: Run, ttl_ms: int) -> bytes:
+        """Mark chunks as just used; renew their time to live unless `ttl_ms` is 0."""
+        ns = self.namespace(run.namespace)
+        answer = match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms)
+        at_ms = now_ms()
+        rows = [row for key in run.keys if (row := ns.find(key, at_ms)) != NONE]
+        self.residency.touch(ns, rows)
+        if ttl_ms:
+            for row in rows:
+                ns.index.expires_ms[row] = at_ms + ttl_ms
+        return answer.states
+
+    async def delete(self, run: Run, corrupt: bool = False) -> int:
+        """Drop the run's chunks, and what lies below them, from every tier; durably.
+
+        Only the keys named count in the answer.
+        """
+        ns = self.namespace(run.namespace)
+        state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
+        writing: list[asyncio.Future[bool]] = []
+        dropped = 0
+        for key in reversed(run.keys):
+            chunk = ns.index.find(key)
+            if chunk == NONE:
+                continue
+            if self.writer is not None:
+                for row in ns.index.subtree(chunk):
+                    for obj in ns.index.object_rows(row):
+                        future = self.writer.pending(ns, obj)
+                        if future is not None:
+                            writing.append(future)
+            self.residency.drop_subtree(ns, chunk, state, "corrupt" if corrupt else "deleted")
+            dropped += 1
+        if writing:
+            await asyncio.wait(writing)
+        for tier in self.tiers:
+            await self._trash.flush(tier)
+        return dropped
+
+    async def prefetch(self, run: Run, deadline: float) -> bytes:
+        """Bring the run's chunks into RAM. Gives where each is when it returns."""
+        ns = self.namespace(run.namespace)
+        at_ms = now_ms()
+        rows = [
+            obj
+            for key in run.keys
+            if (chunk := ns.find(key, at_ms)) != NONE
+            for obj in ns.index.object_rows(chunk)
+            if ns.index.object_part[obj] in run.parts and ns.index.place[TierKind.RAM][obj] == NONE
+        ]
+        if rows and self._loader is not None:
+            futures = self._loader.want(ns, rows)
+            try:
+                await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
+            finally:
+                for future in futures:
+                    if not future.cancel() and not future.cancelled():
+                        loaded = future.result()
+                        if loaded.place != NONE:
+                            self.ram.release(loaded.place)
+        return match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms).states
+
+    def pin(self, run: Run, ttl_ms: int) -> bytes:
+        """Protect the run's chunks from eviction for a time (at most, and by default, an hour).
+
+        Raises ResourceExhausted beyond the bound on pinned chunks of a namespace.
+        """
+        ns = self.namespace(run.namespace)
+        at_ms = now_ms()
+        rows = [row for key in run.keys if (row := ns.find(key, at_ms)) != NONE]
+        if len(ns.pins.keys() | set(rows)) > MAX_PINNED_CHUNKS:
+            raise errors.ResourceExhausted(
+                f"more than {MAX_PINNED_CHUNKS} chunks pinned", "unpin some", retry_after_ms=1000
+            )
+        until = time.monotonic() + min(ttl_ms or MAX_PIN_MS, MAX_PIN_MS) / 1000
+        ns.pins.update(dict.fromkeys(rows, until))
+        return match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms).states
+
+    def unpin(self, run: Run) -> int:
+        """End pins of the run's chunks. Gives how many were pinned."""
+        ns = self.namespace(run.namespace)
+        rows = (ns.index.find(key) for key in run.keys)
+        return sum(ns.pins.pop(row, None) is not None for row in rows if row != NONE)
+
+    def list(self, namespace: str, family: bytes, cursor: bytes, limit: int) -> pb.ListReply:
+        """One page of a namespace's chunks; see proto ListReply."""
+        return list_page(self.namespace(namespace), family, cursor, limit)
+
+    def usage(self, namespace: str) -> pb.UsageReply:
+        """What a namespace and its tenants hold."""
+        self.namespace(namespace)
+        return usage_reply(self, namespace)
+
+    def status(self) -> admin_pb2.StatusReply:
+        """The figures of Admin.Status that are the store's."""
+        return status_reply(self)

@@ -33,7 +33,7 @@ def object_state(ns: Namespace, row: int, depth: int) -> int:
 
 
 def needed_chunks(run: Run, boundary: int) -> dict[str, range]:
-    """Per group, the chunks (indices within the run) that a boundary at run chunk `boundary` needs."""
+    """Per group, the chunks of the run that a boundary after `boundary` chunks of it needs."""
     family = run.family
     first = run.start
     needed = {}

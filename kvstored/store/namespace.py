@@ -1,4 +1,4 @@
-"""One trust domain: its index, recency, ghosts, families and pins. No state is shared with another."""
+"""One trust domain: its index, recency, ghosts, families and pins, shared with no other."""
 
 from __future__ import annotations
 

@@ -77,12 +77,18 @@ class Putter:
             if isinstance(place, NoRoom):
                 late = offer.wait and place in (NoRoom.TIER, NoRoom.NAMESPACE)
                 states[index] = pb.REFUSED_DEADLINE if late else _REFUSALS[place]
+                self._remember_refusal(ns, offer.run.keys[index // len(offer.run.parts)])
                 continue
             opened.places[index] = place
             states[index] = pb.WANTED
             objects.append(WantedObject(index, offer.lengths_bytes[index], self._ram.view(place)))
         self._open[self._next_ticket] = opened
         return PutTicket(self._next_ticket, offer, states, objects)
+
+    def _remember_refusal(self, ns: Namespace, key: bytes) -> None:
+        """Let a later miss of a chunk that nobody holds name its reason."""
+        if ns.index.find(key) == NONE:
+            ns.ghosts.remember(key, pb.MISS_REFUSED_AT_PUT)
 
     def _plan(self, ns: Namespace, offer: PutOffer, states: bytearray) -> list[int]:
         """Fill in what is decided already; give the indices of the objects to ask for."""

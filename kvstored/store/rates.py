@@ -19,7 +19,7 @@ class Rates:
         self.bytes_per_s = dict(_START_BYTES_PER_S)
 
     def observe(self, tier: TierKind, nbytes: int, seconds: float) -> None:
-        """Learn from one delivery whose slowest tier was `tier`. Small ones say nothing of a rate."""
+        """Learn from one delivery whose slowest tier was `tier`; small ones say nothing."""
         if nbytes >= _SMALLEST_SAMPLE_BYTES and seconds > 0:
             known = self.bytes_per_s[tier]
             self.bytes_per_s[tier] = known + _WEIGHT * (nbytes / seconds - known)

@@ -1,4 +1,4 @@
-"""One Get: leases what is in RAM, loads what is below, hands it out in order, counts what arrived."""
+"""One Get: leases what is in RAM, loads what is below, hands it out in order, counts it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20
 """Payload that `next` hands out at once."""
 
-CountOutcome = Callable[[Run, bytes, dict[int, int]], None]
+CountOutcome = Callable[["GetStream"], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,9 +54,9 @@ class GetStream:
         residency: Residency,
         count: CountOutcome,
     ) -> None:
-        """`deadline`: time.monotonic(). `count(run, states, bytes by chunk)` is told the end."""
+        """`deadline`: time.monotonic(). `count(stream)` is called once, at the end."""
         self._ns = ns
-        self._run = run
+        self.run = run
         self._deadline = deadline
         self._ram = ram
         self._loader = loader
@@ -64,17 +64,18 @@ class GetStream:
         self._count = count
         self._states = bytearray(len(run.keys))
         self._undelivered = [0] * len(run.keys)  # objects of each chunk still to deliver
-        self._chunk_bytes: dict[int, int] = {}
+        self.chunk_bytes: dict[int, int] = {}
         self._plan: deque[_Item] = deque(self._make_plan())
         self._ahead: deque[_Item] = deque()  # leased or loading
         self._ahead_bytes = 0
         self._granted: dict[int, _Item] = {}
         self._closed = False
+        self._began = self._ended = time.monotonic()
 
     # -- planning ------------------------------------------------------------------------------
 
     def _make_plan(self) -> list[_Item]:
-        run, index = self._run, self._ns.index
+        run, index = self.run, self._ns.index
         needed = needed_chunks(run, len(run.keys))
         at_ms = now_ms()
         plan: list[_Item] = []
@@ -158,7 +159,7 @@ class GetStream:
                 item.load = future
 
     def _row(self, item: _Item) -> int:
-        chunk = self._ns.index.find(self._run.keys[item.chunk])
+        chunk = self._ns.index.find(self.run.keys[item.chunk])
         return NONE if chunk == NONE else self._ns.index.find_object(chunk, item.part)
 
     async def _wait(self, item: _Item) -> None:
@@ -172,13 +173,16 @@ class GetStream:
         if item.load is not None:
             if not item.load.done():
                 item.load.cancel()  # the load itself goes on and lands in RAM
-                return self._give_up(item, pb.MISS_DEADLINE)
+                self._give_up(item, pb.MISS_DEADLINE)
+                return None
             loaded = item.load.result()
             if loaded.place == NONE:
-                return self._give_up(item, loaded.state)
+                self._give_up(item, loaded.state)
+                return None
             item.place = loaded.place
         if self._states[item.chunk] >= FIRST_MISS or time.monotonic() > self._deadline:
-            return self._give_up(item, pb.MISS_DEADLINE)
+            self._give_up(item, pb.MISS_DEADLINE)
+            return None
         self._granted[item.index] = item
         checksum, pieces = self._ram.checksums(item.place)
         view = self._ram.view(item.place).toreadonly()
@@ -197,15 +201,23 @@ class GetStream:
 
     def delivered(self, grants: Sequence[Grant]) -> None:
         """The transport took these grants' bytes in full: they count, and their leases end."""
+        self._ended = time.monotonic()
         for grant in grants:
             item = self._granted.pop(grant.index)
             self._ram.release(item.place)
             self._ahead_bytes -= item.length_bytes
             i = item.chunk
             self._undelivered[i] -= 1
-            self._chunk_bytes[i] = self._chunk_bytes.get(i, 0) + item.length_bytes
+            self.chunk_bytes[i] = self.chunk_bytes.get(i, 0) + item.length_bytes
             if self._states[i] < FIRST_MISS:
                 self._states[i] = max(self._states[i], int(item.tier))
+
+    @property
+    def observed(self) -> tuple[TierKind, int, float]:
+        """Slowest tier, payload bytes and seconds of what was delivered, for rates."""
+        held = [s for s in self._states if s in (TierKind.RAM, TierKind.NVME)]
+        tier = TierKind(max(held, default=TierKind.RAM))
+        return tier, sum(self.chunk_bytes.values()), self._ended - self._began
 
     @property
     def states(self) -> bytes:
@@ -231,4 +243,4 @@ class GetStream:
                 item.place = NONE
         self._ahead.clear()
         self._granted.clear()
-        self._count(self._run, self.states, self._chunk_bytes)
+        self._count(self)

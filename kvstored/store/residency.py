@@ -69,7 +69,7 @@ class Residency:
         self._charge(ns, row, tier, 1)
 
     def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
-        """The object is no longer readable in a tier. Gives the place, which is the caller's now."""
+        """The object is no longer readable in a tier. Gives the place, now the caller's."""
         index = ns.index
         place = index.place[tier][row]
         self._charge(ns, row, tier, -1)

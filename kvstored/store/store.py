@@ -76,7 +76,7 @@ class Store:
         settings: StoreSettings,
         supervisor: Supervisor,
     ) -> None:
-        """The tiers are opened by `open` and closed by `close`; the supervisor stays the caller's."""
+        """`open` opens the tiers and `close` closes them; the supervisor stays the caller's."""
         self.settings = settings
         self.boot_epoch = secrets.randbits(64)
         self.started = time.monotonic()
@@ -230,8 +230,12 @@ class Store:
             self.ram,
             self._loader,
             self.residency,
-            lambda r, states, sizes: count_get(self.accounts, r, states, sizes),
+            self._count_get,
         )
+
+    def _count_get(self, stream: GetStream) -> None:
+        count_get(self.accounts, stream.run, stream.states, stream.chunk_bytes)
+        self.rates.observe(*stream.observed)
 
     async def begin_put(self, offer: PutOffer) -> PutTicket:
         """Plan a put and reserve its room; end it by `commit_put` or `abort_put`."""

@@ -1,0 +1,258 @@
+"""The verbs, apart from any transport. Everything here runs on the verbs' loop.
+
+Small verbs take (request, caller) and give the reply; Get and Put are in `payload_calls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import TypeVar
+
+from kvstored_client.proto import admin_pb2 as admin
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto.methods import PROTOCOL_VERSION
+
+from kvstored import __version__
+from kvstored.errors import Draining, KvstoredError
+from kvstored.server import validation as check
+from kvstored.server.auth import Auth, Caller
+from kvstored.server.limits import KEY_BYTES, Limits
+from kvstored.server.ports import CallObserver, StorePort
+from kvstored.store.api import Run
+
+_log = logging.getLogger(__name__)
+_REPLY_MARGIN_S = 0.020
+_T = TypeVar("_T")
+
+
+class Dispatcher:
+    """Serves the verbs from an opened store.
+
+    `salts` maps each namespace to its 32-byte salt. `durable` says that a persistent tier is
+    configured. `observer` hears of every call that ended.
+    """
+
+    def __init__(
+        self,
+        store: StorePort,
+        auth: Auth,
+        salts: Mapping[str, bytes],
+        *,
+        limits: Limits | None = None,
+        durable: bool = False,
+        observer: CallObserver | None = None,
+    ) -> None:
+        missing = [n for n in auth.namespaces if len(salts.get(n, b"")) != KEY_BYTES]
+        if missing:
+            msg = f"no 32-byte salt for namespaces {missing}"
+            raise ValueError(msg)
+        self.store = store
+        self.auth = auth
+        self.limits = limits or Limits()
+        self._salts = dict(salts)
+        self._features = [pb.FEATURE_PREFETCH, pb.FEATURE_PIN, pb.FEATURE_USAGE]
+        if durable:
+            self._features.append(pb.FEATURE_DURABLE)
+        self._observer = observer
+        self._born = time.monotonic()
+        self._draining = False
+        self._finishing: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.open_payload_calls = 0
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Whether new calls are refused. May be read from any thread."""
+        return self._draining
+
+    def start_draining(self) -> None:
+        """Refuse new calls from now on. May be called from any thread."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Return when no payload call is open and no commit or delete under way."""
+        await self._idle.wait()
+
+    def payload_call_began(self) -> None:
+        """Count a payload call that may hold leases or a ticket."""
+        self.open_payload_calls += 1
+        self._note_idle()
+
+    def payload_call_ended(self) -> None:
+        """The twin of `payload_call_began`."""
+        self.open_payload_calls -= 1
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.open_payload_calls or self._finishing:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    async def finish(self, work: Coroutine[object, object, _T]) -> _T:
+        """Run work that must reach its end although the caller may be cancelled meanwhile."""
+        task = asyncio.ensure_future(work)
+        self._finishing.add(task)
+        self._note_idle()
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    def _finished(self, task: asyncio.Task[object]) -> None:
+        self._finishing.discard(task)
+        self._note_idle()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, KvstoredError):
+            _log.error("work in the store failed", exc_info=error)
+
+    # ---- common steps ----------------------------------------------------------------------------
+
+    def admit(self, caller: Caller, namespace: str) -> None:
+        """Raise Draining or Unauthenticated, in that order."""
+        if self._draining:
+            raise Draining("the daemon is stopping", "call another node, or again after a restart")
+        self.auth.require_namespace(namespace, caller.token, caller.transport)
+
+    def deadlines(self, caller: Caller, context: pb.Context) -> tuple[float, float]:
+        """(transport's, store's) deadlines, time.monotonic(): the earliest of all, and a little
+        before it, so that an answer that says "too late" still arrives in time.
+        """
+        end = min(caller.deadline, caller.started + self.limits.max_call_s)
+        if context.deadline_ms:
+            end = min(end, caller.started + context.deadline_ms / 1000)
+        left = max(0.0, end - caller.started)
+        return end, end - min(_REPLY_MARGIN_S, left / 10)
+
+    def run_of(self, message: pb.ChunkRun, context: pb.Context, caller: Caller) -> Run:
+        """Admit the caller and validate its run: the first lines of every verb that has one."""
+        self.admit(caller, message.namespace)
+        check.check_context(context, self.limits)
+        check.check_run(message, self.limits)
+        family = self.store.family(message.namespace, message.family)
+        return check.build_run(message, context, family, self.limits)
+
+    @contextlib.contextmanager
+    def observed(self, verb: str, caller: Caller) -> Iterator[None]:
+        """Report the call's outcome to the observer."""
+        outcome = "ok"
+        try:
+            yield
+        except BaseException as error:
+            outcome = outcome_of(error)
+            raise
+        finally:
+            self.report(verb, outcome, caller, "")
+
+    def report(self, verb: str, outcome: str, caller: Caller, tier: str) -> None:
+        """Tell the observer that a call has ended."""
+        if self._observer is not None:
+            seconds = time.monotonic() - caller.started
+            self._observer.call_ended(verb, outcome, seconds, tier)
+
+    # ---- small verbs -----------------------------------------------------------------------------
+
+    async def hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
+        """Versions, features, salt and limits; declares families."""
+        with self.observed("hello", caller):
+            self.admit(caller, request.namespace)
+            check.check_hello(request, self.limits)
+            for spec in request.families:
+                await self.store.declare(request.namespace, spec)
+            return pb.HelloReply(
+                protocol_version=min(request.protocol_version, PROTOCOL_VERSION),
+                min_protocol_version=check.MIN_PROTOCOL_VERSION,
+                server=f"kvstored/{__version__}",
+                boot_epoch=self.store.boot_epoch,
+                features=self._features,
+                namespace_salt=self._salts[request.namespace],
+                limits=self.limits.to_proto(),
+            )
+
+    async def match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
+        """Which chunks are held, and where."""
+        with self.observed("match", caller):
+            run = self.run_of(request.run, request.ctx, caller)
+            check.check_match(request)
+            answer = self.store.match(run, request.mode, request.depth)
+            return pb.MatchReply(
+                chunks=answer.chunks,
+                tokens=answer.tokens,
+                states=answer.states,
+                payload_bytes=answer.payload_bytes,
+                eta_ms=answer.eta_ms,
+            )
+
+    async def touch(self, request: pb.TouchRequest, caller: Caller) -> pb.TouchReply:
+        """Mark chunks as used, and renew their time to live."""
+        with self.observed("touch", caller):
+            run = self.run_of(request.run, request.ctx, caller)
+            ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
+            return pb.TouchReply(states=self.store.touch(run, ttl_ms))
+
+    async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteReply:
+        """Drop chunks. Runs to its end once begun."""
+        with self.observed("delete", caller):
+            run = self.run_of(request.run, request.ctx, caller)
+            corrupt = request.reason == pb.DeleteRequest.CORRUPT
+            return pb.DeleteReply(deleted=await self.finish(self.store.delete(run, corrupt)))
+
+    async def prefetch(self, request: pb.PrefetchRequest, caller: Caller) -> pb.PrefetchReply:
+        """Bring chunks into RAM."""
+        with self.observed("prefetch", caller):
+            run = self.run_of(request.run, request.ctx, caller)
+            _, deadline = self.deadlines(caller, request.ctx)
+            return pb.PrefetchReply(states=await self.store.prefetch(run, deadline))
+
+    async def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
+        """Protect chunks from eviction."""
+        with self.observed("pin", caller):
+            run = self.run_of(request.run, request.ctx, caller)
+            ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
+            states = self.store.pin(run, ttl_ms)
+            return pb.PinReply(states=states, pinned=sum(s < pb.NOT_NEEDED for s in states))
+
+    async def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
+        """End protection."""
+        with self.observed("unpin", caller):
+            return pb.UnpinReply(
+                unpinned=self.store.unpin(self.run_of(request.run, request.ctx, caller))
+            )
+
+    async def list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
+        """One page of a namespace's keys."""
+        with self.observed("list", caller):
+            self.admit(caller, request.namespace)
+            check.check_context(request.ctx, self.limits)
+            limit = check.check_list(request, self.limits)
+            return self.store.list(request.namespace, request.family, request.cursor, limit)
+
+    async def usage(self, request: pb.UsageRequest, caller: Caller) -> pb.UsageReply:
+        """What a namespace and its tenants hold."""
+        with self.observed("usage", caller):
+            self.admit(caller, request.namespace)
+            check.check_context(request.ctx, self.limits)
+            return self.store.usage(request.namespace)
+
+    async def status(self, _request: admin.StatusRequest, caller: Caller) -> admin.StatusReply:
+        """One picture of the daemon, also while it drains. Operators only."""
+        with self.observed("status", caller):
+            self.auth.require_admin(caller.token, caller.transport)
+            reply = self.store.status()
+            reply.version = __version__
+            reply.boot_epoch = self.store.boot_epoch
+            reply.uptime_ms = int((time.monotonic() - self._born) * 1000)
+            reply.phase = "draining" if self._draining else "ready"
+            return reply
+
+
+def outcome_of(error: BaseException) -> str:
+    """An exception as the observer names it."""
+    if isinstance(error, KvstoredError):
+        return pb.ErrorCode.Name(error.code)
+    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"

@@ -1,0 +1,171 @@
+"""Get and Put, apart from any transport. Objects may be made on any thread; every method runs on the
+verbs' loop. A transport must schedule `close` whatever happens: it ends leases and tickets, also
+those whose making was still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvstored_client.proto import kvstore_pb2 as pb
+
+from kvstored.server import validation as check
+from kvstored.server.auth import Caller
+from kvstored.server.dispatcher import Dispatcher, outcome_of
+from kvstored.server.ports import GetStreamPort
+from kvstored.store.api import Grant, PutTicket, Received
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a PutCall wants. `deadline`: time.monotonic() at which the transport gives up."""
+
+    ticket: PutTicket
+    deadline: float
+
+
+class _PayloadCall:
+    """What Get and Put share: one step at a time, and a close that comes after every step."""
+
+    verb = ""
+
+    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+        self.dispatcher = dispatcher
+        self.caller = caller
+        self.outcome = "CANCELLED"  # unless a step says otherwise
+        self.tier = 0
+        self._step: asyncio.Task[object] | None = None
+        self._closed = False
+        self._began = False
+
+    async def step(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Run one step; `close` waits for the end of one that was cancelled."""
+        if self._closed:
+            raise asyncio.CancelledError
+        if not self._began:
+            self._began = True
+            self.dispatcher.payload_call_began()
+        self._step = asyncio.current_task()
+        try:
+            return await work()
+        except BaseException as error:
+            self.outcome = outcome_of(error)
+            raise
+
+    async def close(self, error: BaseException | None = None) -> None:
+        """End the call, however far it came; `error`: what the transport met. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if error is not None:
+            self.outcome = outcome_of(error)
+        step = self._step
+        if step is not None and not step.done():
+            step.cancel()
+            await asyncio.wait([step])
+        try:
+            await self.release()
+        finally:
+            if self._began:
+                self.dispatcher.payload_call_ended()
+            tier = pb.TierKind.Name(self.tier)[len("TIER_") :].lower() if self.tier else ""
+            self.dispatcher.report(self.verb, self.outcome, self.caller, tier)
+
+    async def release(self) -> None:
+        """Give back what the call holds."""
+        raise NotImplementedError
+
+
+class GetCall(_PayloadCall):
+    """One Get: `begin`, then `next` and `delivered` in turn, then `close`."""
+
+    verb = "get"
+
+    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+        super().__init__(dispatcher, caller)
+        self._stream: GetStreamPort | None = None
+
+    async def begin(self, request: pb.GetRequest) -> float:
+        """Validate and open; the transport's deadline, time.monotonic()."""
+        return await self.step(lambda: self._begin(request))
+
+    async def _begin(self, request: pb.GetRequest) -> float:
+        run = self.dispatcher.run_of(request.run, request.ctx, self.caller)
+        end, deadline = self.dispatcher.deadlines(self.caller, request.ctx)
+        self._stream = self.dispatcher.store.open_get(run, deadline, request.bypass_ram)
+        return end
+
+    async def next(self) -> list[Grant] | bytes:
+        """Objects that are ready; or, at the end, the ChunkStates."""
+        return await self.step(self._next)
+
+    async def _next(self) -> list[Grant] | bytes:
+        assert self._stream is not None, "begin comes first"
+        grants = await self._stream.next()
+        if grants is None:
+            self.outcome = "ok"
+            return self._stream.states
+        self.tier = max([self.tier, *(g.tier for g in grants)])
+        return grants
+
+    def delivered(self, grants: Sequence[Grant]) -> None:
+        """The transport took these in full."""
+        if self._stream is not None and not self._closed:
+            self._stream.delivered(grants)
+
+    async def release(self) -> None:
+        """End every lease."""
+        if self._stream is not None:
+            await self._stream.close()
+
+
+class PutCall(_PayloadCall):
+    """One Put: `plan`, then the transport fills the wanted views, `commit`, `close`."""
+
+    verb = "put"
+
+    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+        super().__init__(dispatcher, caller)
+        self._ticket: PutTicket | None = None
+
+    async def plan(self, header: pb.PutHeader) -> Plan:
+        """Validate, and reserve room for what is wanted."""
+        return await self.step(lambda: self._plan(header))
+
+    async def _plan(self, header: pb.PutHeader) -> Plan:
+        dispatcher = self.dispatcher
+        run = dispatcher.run_of(header.run, header.ctx, self.caller)
+        end, deadline = dispatcher.deadlines(self.caller, header.ctx)
+        offer = check.build_offer(header, run, deadline, dispatcher.limits)
+        self._ticket = await dispatcher.store.begin_put(offer)
+        return Plan(self._ticket, end)
+
+    async def commit(self, received: Sequence[Received]) -> bytes:
+        """Publish; one PutState per object. Runs to its end once begun."""
+        return await self.step(lambda: self._commit(received))
+
+    async def _commit(self, received: Sequence[Received]) -> bytes:
+        ticket, self._ticket = self._ticket, None
+        assert ticket is not None, "plan comes first, commit only once"
+        states = await self.dispatcher.finish(self._commit_or_abort(ticket, received))
+        self.outcome = "ok"
+        return states
+
+    async def _commit_or_abort(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
+        store = self.dispatcher.store
+        try:
+            return await store.commit_put(ticket, received)
+        except BaseException:
+            await store.abort_put(ticket)
+            raise
+
+    async def release(self) -> None:
+        """Give back the room of a put that was not committed."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            await self.dispatcher.store.abort_put(ticket)

@@ -1,0 +1,111 @@
+"""One segment's memory: a sealed memfd, mapped by the daemon.
+
+Everything here blocks and runs in the pool, except the properties and slices of `memory`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from kvstored.tiers.ram import pages
+
+# linux/fcntl.h and linux/memfd.h; Python 3.11 names neither.
+F_SEAL_FUTURE_WRITE = 0x0010
+_MFD_NOEXEC_SEAL = 0x0008
+
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+"""Without FUTURE_WRITE anyone who holds the descriptor could reopen it for writing."""
+
+
+class Segment:
+    """Shared memory of a fixed size that only this process can write.
+
+    Life: construct, `populate` (ranges, in parallel), `finish`, use, `close` until it is True.
+    `memory` is a writable view of all of it. Raises OSError when the kernel refuses.
+    """
+
+    def __init__(self, size_bytes: int, hugepages: bool) -> None:
+        self.size_bytes = size_bytes
+        self.huge_bytes = 0
+        self._hugepages = hugepages
+        self._fd = _memfd(size_bytes)
+        try:
+            self._map()
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; it stays the segment's."""
+        return self._fd
+
+    def populate(self, start: int, stop: int) -> None:
+        """Make the pages of a byte range present."""
+        pages.populate(self.address + start, stop - start)
+
+    def finish(self) -> None:
+        """Seal the memory, all of whose pages are present."""
+        if self._hugepages and pages.advise(self.address, self._inside_bytes, pages.MADV_COLLAPSE):
+            self.huge_bytes = self._inside_bytes
+        os.posix_fallocate(self._fd, 0, self.size_bytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+
+    def copy_from(self, offset: int, source: Segment, source_offset: int, size_bytes: int) -> None:
+        """Copy a range of another segment here."""
+        ctypes.memmove(self.address + offset, source.address + source_offset, size_bytes)
+
+    def close(self) -> bool:
+        """Give the memory back; False (try again later) while anyone holds a view of it."""
+        self.memory.release()
+        # Drops the page table with the GIL released, so that unmapping has little left to do;
+        # harmless to a view that is still held, as the pages stay in the memfd.
+        pages.advise(self.address, self.size_bytes, pages.MADV_DONTNEED)
+        try:
+            self._owner.close()
+        except BufferError:
+            return False
+        os.close(self._fd)
+        return True
+
+    def _map(self) -> None:
+        # Python's own mmap of a descriptor keeps a second one, and knows no alignment. So an
+        # anonymous mapping owns the addresses (and knows of every view) and the memfd lies over it.
+        slack = pages.HUGE_PAGE_BYTES if self._hugepages else 0
+        self._owner = mmap.mmap(
+            -1,
+            self.size_bytes + slack,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | pages.MAP_NORESERVE,
+        )
+        base = pages.address_of(self._owner)
+        offset = -base % pages.HUGE_PAGE_BYTES if self._hugepages else 0
+        self.address = base + offset
+        pages.map_over(self.address, self.size_bytes, self._fd)
+        pages.advise(self.address, self.size_bytes, pages.MADV_DONTDUMP)
+        # A huge page behind the last aligned one would reach beyond the end, and past the cap.
+        inside = self.size_bytes & -pages.HUGE_PAGE_BYTES if self._hugepages else 0
+        self._inside_bytes = inside
+        pages.advise(self.address, inside, pages.MADV_HUGEPAGE)
+        pages.advise(self.address + inside, self.size_bytes - inside, pages.MADV_NOHUGEPAGE)
+        with memoryview(self._owner) as whole:
+            self.memory = whole[offset : offset + self.size_bytes]
+
+
+def _memfd(size_bytes: int) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        fd = os.memfd_create("kvstored-ram", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != 22:  # EINVAL: before Linux 6.3
+            raise
+        fd = os.memfd_create("kvstored-ram", flags)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -1,0 +1,375 @@
+"""The RAM tier: objects in sealed shared memory. See docs/ram-tier.md."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+
+from kvstored.errors import DataDirectoryError
+from kvstored.tiers.base import (
+    MAX_OBJECT_BYTES,
+    PIECE_BYTES,
+    NoRoom,
+    ObjectMeta,
+    ObjectRead,
+    ObjectWrite,
+    ReadOutcome,
+    Recovered,
+    Tier,
+    TierKind,
+    TierUsage,
+    WriteOutcome,
+    padded_bytes,
+)
+from kvstored.tiers.ram.growth import Growth
+from kvstored.tiers.ram.places import Location, Places
+from kvstored.tiers.ram.probe import probe
+from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
+
+_THREADS = 4
+_ZEROS = bytes(4096)
+
+_T = TypeVar("_T")
+
+
+class RamTier(Tier):
+    """Objects in memfd segments that this process alone can write.
+
+    `cap_bytes`: hard cap over all segments. `namespace_cap(name)` gives a namespace's own in
+    bytes; None: the tier's. `hugepages` False: small pages even where huge ones can be had.
+    `threads`: size of the pool that touches memory.
+
+    All methods belong to one event loop, except `usage` and `namespace_usage`. A place used
+    against its life raises PlaceError.
+    """
+
+    kind = TierKind.RAM
+
+    def __init__(
+        self,
+        cap_bytes: int,
+        namespace_cap: Callable[[str], int] | None = None,
+        *,
+        hugepages: bool = True,
+        threads: int = _THREADS,
+    ) -> None:
+        self._slabs = Slabs(cap_bytes, namespace_cap)
+        self._places = Places(self._slabs)
+        self._want_hugepages = hugepages
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ram-pool")
+        self._growth = Growth(self._slabs, self._places, self._pool, hugepages=False)
+        self._mode = "closed"
+        self._running: set[asyncio.Task[object]] = set()
+
+    @property
+    def persistent(self) -> bool:
+        """False: nothing outlives the process."""
+        return False
+
+    @property
+    def mode(self) -> str:
+        """How the memory was had: "memfd", "memfd_huge" (huge pages), or "closed" before `open`."""
+        return self._mode
+
+    @property
+    def health(self) -> str:
+        """Either "ok", or why the kernel gives no memory at present."""
+        return self._growth.down or "ok"
+
+    @property
+    def huge_bytes(self) -> int:
+        """Memory known to lie in huge pages."""
+        return self._growth.huge_bytes
+
+    @property
+    def segments(self) -> int:
+        """Segments counted in the footprint; each has one descriptor."""
+        return len(self._slabs.segments)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Padded bytes of all leased places, each once."""
+        return self._places.leased_bytes
+
+    def usage(self) -> TierUsage:
+        """Exact figures. The footprint is the sum of all segments, those being made or given back
+        included; `objects` are published places that are not free.
+        """
+        return TierUsage(
+            self._slabs.cap_bytes,
+            self._slabs.footprint_bytes,
+            self._places.charged_bytes,
+            self._places.objects,
+        )
+
+    def namespace_usage(self, namespace: str) -> TierUsage:
+        """The same for one namespace, under its own cap."""
+        space = self._slabs.spaces.get(namespace) or Space()
+        return TierUsage(
+            self._slabs.cap_of(namespace),
+            space.footprint_bytes,
+            space.charged_bytes,
+            space.objects,
+        )
+
+    def charge_bytes(self, length_bytes: int) -> int:
+        """The padded length."""
+        return padded_bytes(length_bytes)
+
+    async def open(self) -> Recovered:
+        """Prove that the kernel seals what it should, and see whether huge pages can be had.
+
+        Raises DataDirectoryError when memory cannot be kept from being written by others.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            huge = await loop.run_in_executor(self._pool, probe, self._want_hugepages)
+        except OSError as error:
+            raise DataDirectoryError(
+                f"the RAM tier cannot make sealed shared memory: {error}",
+                "it needs memfd with F_SEAL_FUTURE_WRITE: Linux 5.1 or later, not filtered away",
+            ) from error
+        self._growth = Growth(self._slabs, self._places, self._pool, hugepages=huge)
+        self._mode = "memfd_huge" if huge else "memfd"
+        return Recovered()
+
+    async def close(self) -> None:
+        """Finish what runs and give all memory back."""
+        while self._running:
+            await asyncio.wait(self._running)
+        await self._growth.close()
+        self._mode = "closed"
+        self._pool.shutdown(wait=False)
+
+    async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
+        """See Tier. Waits only where a segment must be made or given back first; a cancelled
+        call keeps nothing. Raises ValueError for a length outside 1 to MAX_OBJECT_BYTES that the
+        cap would hold.
+        """
+        places: list[int] = []
+        answers: list[int | NoRoom] = []
+        try:
+            for i, length_bytes in enumerate(lengths_bytes):
+                place = self._places.reserve(namespace, length_bytes)
+                while place is None:
+                    refusal = await self._grow(namespace, lengths_bytes[i:])
+                    if refusal is not None:
+                        return [*answers, *[refusal] * (len(lengths_bytes) - i)]
+                    place = self._places.reserve(namespace, length_bytes)
+                self._clear_padding(place)
+                places.append(place)
+                answers.append(place)
+        except BaseException:
+            self.cancel(places)
+            raise
+        return answers
+
+    def cancel(self, places: Sequence[int]) -> None:
+        """See Tier."""
+        for place in places:
+            self._places.cancel(place)
+
+    def publish(self, place: int, meta: ObjectMeta) -> None:
+        """The bytes in a reserved place's extent are the object: it is readable from now on.
+
+        The caller answers for the checksums of `meta` being those of the bytes. Raises PlaceError
+        when the place is not reserved, or for another length.
+        """
+        self._places.publish(
+            place,
+            meta.length_bytes,
+            _tag(meta.key, meta.part),
+            meta.checksum,
+            meta.piece_checksums,
+        )
+
+    async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
+        """See Tier: copies each payload into its place and publishes it."""
+        return await self._finish(self._write(items))
+
+    async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
+        """See Tier: copies out, and verifies what was copied piece by piece."""
+        outcomes = [self._expected(item) for item in items]
+        good = [i for i, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
+        for i in good:
+            self.lease(items[i].place)
+        jobs = [self._copy_job(items[i]) for i in good]
+        stop = threading.Event()
+        try:
+            intact = await self._finish(self._in_pool(_copy_out, jobs, stop), stop)
+        finally:
+            jobs.clear()
+            for i in good:
+                self.release(items[i].place)
+        for i, is_intact in zip(good, intact, strict=True):
+            if not is_intact:
+                outcomes[i] = ReadOutcome.CORRUPT
+        return outcomes
+
+    async def delete(self, places: Sequence[int]) -> None:
+        """See Tier. A leased place is unreadable at once and freed by its last `release`."""
+        for place in places:
+            self._places.delete(place)
+
+    def view(self, place: int, padded: bool = False) -> memoryview:
+        """Writable view of a reserved or leased place: exactly the object's length, or the padded
+        extent, page-aligned, whose padding is zero.
+
+        Valid until the place is cancelled or the lease released; drop it before. Raises PlaceError
+        for a place neither reserved nor leased.
+        """
+        where = self._places.locate(place)
+        size_bytes = padded_bytes(where.length_bytes) if padded else where.length_bytes
+        memory = self._growth.memory[where.segment_id].memory
+        return memory[where.offset : where.offset + size_bytes]
+
+    def locate(self, place: int) -> Location:
+        """Segment and range of a reserved or leased place; valid as long as a view would be."""
+        return self._places.locate(place)
+
+    def segment_fd(self, segment_id: int) -> int:
+        """Descriptor of a segment, sealed, to be sent to a client of its namespace. It stays the
+        tier's: do not close it. Raises KeyError for a segment that is not in use.
+        """
+        return self._growth.memory[segment_id].fd
+
+    def lease(self, place: int) -> None:
+        """One more reader: the bytes stay where and what they are until `release`.
+
+        Raises PlaceError when the place is not readable.
+        """
+        self._places.lease(place)
+
+    def release(self, place: int) -> None:
+        """One reader less. Raises PlaceError when there is none."""
+        self._places.release(place)
+
+    def leased(self, place: int) -> bool:
+        """True when the place has readers. Raises PlaceError when it was freed."""
+        return self._places.is_leased(place)
+
+    def checksums(self, place: int) -> tuple[bytes, bytes]:
+        """XXH3-128 of the object (16 bytes) and XXH3-64 of its pieces (8 bytes each), as
+        published.
+        """
+        return self._places.checksums(place)
+
+    async def _grow(self, namespace: str, lengths_bytes: Sequence[int]) -> NoRoom | None:
+        """Room for the first of these lengths; the others of its size say how much to make."""
+        first = lengths_bytes[0]
+        if first > self._slabs.cap_of(namespace):
+            return NoRoom.NEVER
+        if not 0 < first <= MAX_OBJECT_BYTES:
+            raise ValueError(f"an object of {first} bytes")
+        slot_bytes = self._slabs.slot_bytes(namespace, first)
+        wanted_bytes = slot_bytes * sum(length == first for length in lengths_bytes)
+        # A cancelled caller does not wait for it; the slots it brings are the next caller's.
+        return await asyncio.shield(
+            self._start(self._growth.grow(namespace, slot_bytes, wanted_bytes))
+        )
+
+    async def _write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
+        jobs = [(self.view(item.place, padded=True), item.payload) for item in items]
+        await self._in_pool(_copy_in, jobs)
+        jobs.clear()
+        for item in items:
+            self.publish(item.place, item.meta)
+        return [WriteOutcome.OK] * len(items)
+
+    def _expected(self, item: ObjectRead) -> ReadOutcome:
+        """OK when the place holds what the reader expects there, as far as the table knows."""
+        places = self._places
+        if not places.is_readable(item.place):
+            return ReadOutcome.FAILED
+        same = (
+            places.length_bytes(item.place) == item.length_bytes
+            and places.tag(item.place) == _tag(item.key, item.part)
+            and places.checksums(item.place)[0] == item.checksum
+        )
+        return ReadOutcome.OK if same else ReadOutcome.CORRUPT
+
+    def _copy_job(self, item: ObjectRead) -> tuple[memoryview, memoryview, int, bytes]:
+        source = self.view(item.place, padded=True)
+        return source, item.into, item.length_bytes, self.checksums(item.place)[1]
+
+    def _clear_padding(self, place: int) -> None:
+        where = self._places.locate(place)
+        padding_bytes = -where.length_bytes % len(_ZEROS)
+        if padding_bytes:
+            end = where.offset + where.length_bytes
+            memory = self._growth.memory[where.segment_id].memory
+            memory[end : end + padding_bytes] = _ZEROS[:padding_bytes]
+
+    async def _in_pool(self, job: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, job, *args)
+
+    def _start(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
+        """Run `work` as a task that `close` waits for."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def _finish(
+        self, work: Coroutine[object, object, _T], stop: threading.Event | None = None
+    ) -> _T:
+        """Result of `work`, which runs to its end also when the caller is cancelled; the
+        cancellation is raised after it has ended. `stop` tells it to be quick about it.
+        """
+        task = self._start(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if stop is not None:
+                stop.set()
+            await _outlast(task)
+            raise
+
+
+async def _outlast(task: asyncio.Task[_T]) -> None:
+    """Wait until the task has ended, however often the caller is cancelled meanwhile."""
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            continue
+
+
+def _tag(key: bytes, part: str) -> int:
+    return xxhash.xxh3_64_intdigest(key + part.encode()) & 0xFFFF_FFFF
+
+
+def _copy_in(jobs: Sequence[tuple[memoryview, memoryview]]) -> None:
+    for extent, payload in jobs:
+        _copy(extent, payload)
+
+
+def _copy_out(
+    jobs: Sequence[tuple[memoryview, memoryview, int, bytes]], stop: threading.Event
+) -> list[bool]:
+    return [not stop.is_set() and _copy_verified(*job, stop) for job in jobs]
+
+
+def _copy_verified(
+    extent: memoryview, into: memoryview, length_bytes: int, pieces: bytes, stop: threading.Event
+) -> bool:
+    """Copy a padded extent and check each piece as it arrived, while it is still in cache."""
+    for i, start in enumerate(range(0, length_bytes, PIECE_BYTES)):
+        stop_at = min(start + PIECE_BYTES, len(extent))
+        _copy(into[start:stop_at], extent[start:stop_at])
+        digest = xxhash.xxh3_64_intdigest(into[start : min(stop_at, length_bytes)])
+        expected = pieces[i * PIECE_CHECKSUM_BYTES : (i + 1) * PIECE_CHECKSUM_BYTES]
+        if digest.to_bytes(PIECE_CHECKSUM_BYTES, "little") != expected or stop.is_set():
+            return False
+    return True
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy with the GIL released."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

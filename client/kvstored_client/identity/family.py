@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -120,7 +120,8 @@ class KVFamily:
     are updated in place. `quantisation_scales` is a digest of the scales where they are not part of
     the weights. `groups` gives each attention group its rule. Text fields and `weights` are at most
     1024 bytes and taken as they are; model, weights and kv_dtype are not empty. `chunk_tokens` is 1
-    to 65536. Raises FieldError, GroupError, PartError and LabelError.
+    to 65536. Families are equal when all fields are, parts included. Raises FieldError, GroupError
+    and PartError.
     """
 
     model: str
@@ -155,6 +156,10 @@ class KVFamily:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], KVFamily], tuple[bytes]]:
+        # Engines send families to worker processes; `groups` could not go by itself.
+        return _from_wire, (self.spec().SerializeToString(),)
 
     def _bare_spec(self) -> pb.FamilySpec:
         """The spec without fingerprint and parts."""
@@ -236,10 +241,14 @@ class KVFamily:
 def fingerprint_of_spec(spec: pb.FamilySpec) -> bytes:
     """The fingerprint, 32 bytes, that the fields of `spec` give, whatever `spec.fingerprint` says.
 
-    Looks at everything but the parts. Raises FieldError, GroupError and LabelError for fields that
-    no KVFamily can have.
+    Looks at everything but the parts. Raises FieldError and GroupError for fields that no KVFamily
+    can have.
     """
     return _unverified(spec, ()).fingerprint
+
+
+def _from_wire(serialised: bytes) -> KVFamily:
+    return KVFamily.from_spec(pb.FamilySpec.FromString(serialised))
 
 
 def _unverified(spec: pb.FamilySpec, parts: tuple[KVPart, ...]) -> KVFamily:
@@ -307,8 +316,7 @@ def _checked_groups(groups: Mapping[str, GroupRule]) -> dict[str, GroupRule]:
     for name, rule in groups.items():
         label("groups", name, error=GroupError)
         if not isinstance(rule, GroupRule):
-            problem = f"{name!r} must have a GroupRule, not {type(rule).__name__}"
-            raise GroupError("groups", problem)
+            raise GroupError("groups", f"{name!r} has a {type(rule).__name__}, not a GroupRule")
     return dict(sorted(groups.items(), key=lambda item: item[0].encode("utf-8")))
 
 

@@ -60,10 +60,14 @@ class GroupRule:
         """Indices of the chunks that must be present for a prefix to be resumed at `boundary`.
 
         `boundary` counts chunks from the start of the prefix. `end_token` is the number of tokens
-        before it where its last chunk is short; 0: every chunk is full.
+        before it where its last chunk is short; 0: every chunk is full. Raises GroupError for an
+        `end_token` that does not lie in the last chunk.
         """
         if boundary <= 0:
             return range(0)
+        if end_token and -(-end_token // chunk_tokens) != boundary:
+            problem = f"{end_token} tokens do not end in chunk {boundary - 1} of {chunk_tokens}"
+            raise GroupError("end_token", problem)
         if self.kind == "all":
             return range(boundary)
         if self.kind == "last":
@@ -85,8 +89,8 @@ def longest_boundary(
     `present` gives for each group asked for, shape [chunks], whether chunk start + i is there in
     every part of that group; chunks before `start` count as present. `rules` may name more groups.
     `end_token` is the number of tokens up to the end of the last chunk, as in proto ChunkRun; 0:
-    every chunk is full. 0 chunks always hold. Raises GroupError for arrays of different lengths and
-    for groups without a rule.
+    every chunk is full. 0 chunks always hold. Raises GroupError for arrays of different lengths,
+    groups without a rule, and an `end_token` outside the last chunk.
     """
     lengths = {len(array) for array in present.values()}
     if len(lengths) > 1:
@@ -109,6 +113,8 @@ def _boundaries(
     holds = np.ones(chunks + 1, np.bool_)
     if chunks == 0:
         return holds
+    # Only the boundary at the very end can lie behind a short chunk.
+    needed_at_end = rule.chunks_needed(start + chunks, chunk_tokens, end_token)
     if rule.kind == "all":
         np.logical_and.accumulate(present, out=holds[1:])
     elif rule.kind == "last":
@@ -118,7 +124,6 @@ def _boundaries(
         index = np.arange(chunks, dtype=np.int64)
         absent = np.maximum.accumulate(np.where(present, np.int64(-1), index))
         first = index + 1 - -(-rule.tokens // chunk_tokens)
-        needed = rule.chunks_needed(start + chunks, chunk_tokens, end_token)
-        first[-1] = needed.start - start
+        first[-1] = needed_at_end.start - start
         holds[1:] = absent < np.maximum(first, 0)
     return holds

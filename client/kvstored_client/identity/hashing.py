@@ -65,15 +65,11 @@ def family_fingerprint(encoded: bytes) -> bytes:
 
 
 def root_key(namespace_salt: bytes, fingerprint: bytes, request_salt: bytes) -> bytes:
-    """What the first key of a prefix hangs on, 32 bytes.
-
-    Raises SaltError for a namespace salt that is not 32 bytes.
-    """
-    salt = octets(
-        "namespace_salt", namespace_salt, least=KEY_BYTES, most=KEY_BYTES, error=SaltError
+    """What the first key of a prefix hangs on, 32 bytes, from salts checked before."""
+    return _digest(
+        _ROOT,
+        encode_bytes(namespace_salt) + encode_bytes(fingerprint) + encode_bytes(request_salt),
     )
-    message = encode_bytes(salt) + encode_bytes(fingerprint) + encode_bytes(request_salt)
-    return _digest(_ROOT, message)
 
 
 def link_keys(root: bytes, rows: list[bytes]) -> bytes:
@@ -101,6 +97,13 @@ def foreign_keys(root: bytes, block_hashes: tuple[bytes, ...]) -> bytes:
     return b"".join(keys)
 
 
-def request_salt_bytes(request_salt: bytes) -> bytes:
+def checked_namespace_salt(namespace_salt: bytes) -> bytes:
+    """`namespace_salt` if it is 32 bytes; else raises SaltError."""
+    return octets(
+        "namespace_salt", namespace_salt, least=KEY_BYTES, most=KEY_BYTES, error=SaltError
+    )
+
+
+def checked_request_salt(request_salt: bytes) -> bytes:
     """`request_salt` if it is 0 to 1024 bytes; else raises SaltError."""
     return octets("request_salt", request_salt, most=MAX_FIELD_BYTES, error=SaltError)

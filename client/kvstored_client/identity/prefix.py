@@ -12,12 +12,13 @@ from kvstored_client.identity.checks import octets, uint
 from kvstored_client.identity.errors import BlockHashError, ExtraError, TokenError
 from kvstored_client.identity.hashing import (
     KEY_BYTES,
+    checked_namespace_salt,
+    checked_request_salt,
     encode_bytes,
     encode_u32,
     encode_u64,
     foreign_keys,
     link_keys,
-    request_salt_bytes,
     root_key,
 )
 from kvstored_client.identity.tokens import TOKEN_STOP, TokenIds, token_array
@@ -86,14 +87,15 @@ class Prefix(ABC):
 
         Computed once per salt and kept. Raises SaltError for a salt that is not 32 bytes.
         """
-        known = self._keys.get(namespace_salt)
+        salt = checked_namespace_salt(namespace_salt)
+        known = self._keys.get(salt)
         if known is not None:
             return known
-        root = root_key(namespace_salt, self.family.fingerprint, self.request_salt)
+        root = root_key(salt, self.family.fingerprint, self.request_salt)
         keys = self._keys_under(root)
         while len(self._keys) >= _SALTS_REMEMBERED:
             del self._keys[next(iter(self._keys))]
-        self._keys[namespace_salt] = keys
+        self._keys[salt] = keys
         return keys
 
     def key(self, index: int, namespace_salt: bytes) -> bytes:
@@ -151,6 +153,8 @@ class NativePrefix(Prefix):
         chunk_tokens = self.family.chunk_tokens
         found: dict[int, list[bytes]] = {}
         for extra in self.extras:
+            if extra.start_token >= self.tokens:
+                break  # they are sorted
             encoded = extra._encoded()
             stop = min(extra.stop_token, self.tokens)
             for index in range(extra.start_token // chunk_tokens, -(-stop // chunk_tokens)):
@@ -187,7 +191,7 @@ def native_prefix(
         if not isinstance(extra, Extra):
             raise ExtraError("extras", f"must be an Extra, not {type(extra).__name__}", position)
         unique.add(extra)
-    return NativePrefix(family, tokens, request_salt_bytes(request_salt), tuple(sorted(unique)))
+    return NativePrefix(family, tokens, checked_request_salt(request_salt), tuple(sorted(unique)))
 
 
 def foreign_prefix(
@@ -210,4 +214,4 @@ def foreign_prefix(
     if not least <= length <= most:
         problem = f"must be {least} to {most} for {len(hashes)} blocks, not {length}"
         raise TokenError("tokens", problem)
-    return ForeignPrefix(family, hashes, request_salt_bytes(request_salt), length)
+    return ForeignPrefix(family, hashes, checked_request_salt(request_salt), length)

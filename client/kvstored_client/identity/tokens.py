@@ -44,7 +44,7 @@ def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
     if isinstance(token_ids, np.ndarray):
         tokens = _from_numpy(token_ids)
     elif isinstance(token_ids, TensorLike):
-        tokens = _from_numpy(token_ids.detach().cpu().numpy())
+        tokens = _from_numpy(_host_copy(token_ids))
     elif isinstance(token_ids, Sequence | array) and not isinstance(
         token_ids, str | bytes | bytearray | memoryview
     ):
@@ -54,6 +54,13 @@ def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
         raise TokenError(_FIELD, f"must be a list, tuple, array or tensor of ints, not {kind}")
     tokens.flags.writeable = False
     return tokens
+
+
+def _host_copy(tensor: TensorLike) -> NDArray[np.generic]:
+    try:
+        return tensor.detach().cpu().numpy()
+    except TypeError as exc:  # a type that numpy lacks, like bfloat16
+        raise TokenError(_FIELD, f"must be integers ({exc})", 0) from None
 
 
 def _from_numpy(values: NDArray[np.generic]) -> NDArray[np.uint32]:
@@ -79,25 +86,31 @@ def _from_integers(values: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 def _from_sequence(values: Sequence[int]) -> NDArray[np.uint32]:
     # A bool is an int to everything that converts quickly, hence the look at the types first.
-    if set(map(type, values)) <= {int}:
+    kinds = set(map(type, values))
+    if kinds <= {int}:
         try:
             return np.array(array("I", values), "<u4")
         except OverflowError:
             pass  # found again below, with its position
-    return np.array(
-        array("I", [_checked(position, value) for position, value in enumerate(values)]), "<u4"
-    )
+    elif all(issubclass(kind, np.integer) for kind in kinds):
+        integers = np.asarray(values)
+        if integers.dtype.kind in "iu":  # int64 mixed with uint64 comes out as float64
+            return _from_integers(integers)
+    checked = [_checked(position, value) for position, value in enumerate(values)]
+    return np.array(array("I", checked), "<u4")
 
 
 def _checked(position: int, value: object) -> int:
-    is_bool = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
-    if is_bool or not isinstance(value, SupportsIndex):
-        raise TokenError(_FIELD, f"must be an integer, not {type(value).__name__}", position)
+    # Scalar arrays and tensors say what they hold in `dtype`; a bool one would pass for 0 or 1.
+    holds = str(getattr(value, "dtype", type(value).__name__))
+    if getattr(value, "ndim", 0) != 0:
+        raise TokenError(_FIELD, "must be an integer, not an array of them", position)
+    if "bool" in holds or not isinstance(value, SupportsIndex):
+        raise TokenError(_FIELD, f"must be an integer, not {holds}", position)
     try:
         token = operator.index(value)
-    except TypeError:  # a float tensor, or an array of several
-        problem = f"must be an integer, not {type(value).__name__}"
-        raise TokenError(_FIELD, problem, position) from None
+    except TypeError:  # a float tensor has __index__ too
+        raise TokenError(_FIELD, f"must be an integer, not {holds}", position) from None
     if not 0 <= token < TOKEN_STOP:
         raise TokenError(_FIELD, f"{_RANGE}, not {token}", position)
     return token

@@ -1,8 +1,6 @@
 """`python -m kvstored` is the `kvstored` command."""
 
-import sys
-
-from kvstored.cli import main
+from kvstored.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

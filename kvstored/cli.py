@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from kvstored import __version__, config
 from kvstored.errors import ConfigError, KvstoredError
+from kvstored.stopping import block_signals, leave
 
 EXIT_MISTAKE = 2
 
@@ -18,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvstored",
         description="Per-node KV-cache store for LLM inference.",
-        epilog="Settings: docs/configuration.md. Exit status: 0 fine, 2 a mistake to mend, 1 a bug.",
+        epilog="Settings: docs/configuration.md. Exit status: 0 fine, 1 a bug, 2 a mistake.",
     )
     parser.add_argument("--version", action="version", version=f"kvstored {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -42,16 +44,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit status; `serve` ends the process by itself."""
+    """Run the command. Returns the exit status; `serve`, once it has begun, ends the process."""
     arguments = _parser().parse_args(argv)
     try:
         loaded = config.load(arguments.config, os.environ, insecure=arguments.insecure)
         if arguments.command == "check-config":
             return _check(loaded)
+        # Before the import: numpy's BLAS starts threads, and one that does not block the stop
+        # signals would take them, and die of them, in the stop watch's place.
+        block_signals()
         # The daemon's libraries take half a second to import: not for a check, not for a mistake.
         from kvstored.daemon import serve
 
-        return serve(loaded)
+        serve(loaded)
     except ConfigError as error:
         return _mistake(error.problems, "the configuration cannot be used")
     except KvstoredError as error:
@@ -70,3 +75,9 @@ def _mistake(problems: Sequence[str], summary: str) -> int:
     lines = "".join(f"  {problem}\n" for problem in problems)
     sys.stderr.write(f"kvstored: {summary}:\n{lines}")
     return EXIT_MISTAKE
+
+
+def run() -> NoReturn:
+    """Entry point of the process."""
+    # Threads of a daemon that could not start are not worth waiting for.
+    leave(main(), None)

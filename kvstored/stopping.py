@@ -27,7 +27,8 @@ FLUSH_S = 0.5
 
 
 def block_signals() -> None:
-    """Leave the stop signals to a StopWatch. Call it before any thread is started.
+    """Leave the stop signals to a StopWatch. Call it before any thread is started: numpy's import
+    starts some.
 
     Child processes inherit the block unless they are started by uvloop, which undoes it.
     """

@@ -6,7 +6,6 @@ here touches the store; the metrics' collector asks the loop for a snapshot with
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
@@ -22,7 +21,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 
 from kvstored.config import TcpAddress
-from kvstored.sockets import listen_tcp, listen_unix
+from kvstored.errors import ConfigError
+from kvstored.server.sockets import UnixSocket
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -32,6 +32,8 @@ log = logging.getLogger("kvstored.http")
 LOOP_STUCK_AFTER_S = 10.0
 MAX_REQUESTS = 16
 REQUEST_TIMEOUT_S = 5.0
+BACKLOG = 64
+UNIX_MODE = 0o660
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +166,18 @@ class HttpServer:
         self._address = address
         self._app = make_app(registry, health)
         self._server: _Server | None = None
+        self._unix: UnixSocket | None = None
 
     def start(self) -> str:
         """Listen, and answer from now on. Returns the address, with the port it really has.
 
-        Raises ListenError where the address cannot be had.
+        Raises ConfigError where the address cannot be had.
         """
         if isinstance(self._address, Path):
-            listener, where = listen_unix(self._address), f"unix:{self._address}"
+            self._unix = UnixSocket(self._address, UNIX_MODE)
+            listener, where = _listen_unix(self._unix), f"unix:{self._address}"
         else:
-            listener = listen_tcp(self._address)
+            listener = _listen_tcp(self._address)
             where = str(TcpAddress(self._address.host, listener.getsockname()[1]))
         self._server = _Server(listener, self._app)
         threading.Thread(target=self._server.serve_forever, name="http", daemon=True).start()
@@ -186,6 +190,31 @@ class HttpServer:
         self._server.shutdown()
         self._server.server_close()
         self._server = None
-        if isinstance(self._address, Path):
-            with contextlib.suppress(OSError):
-                self._address.unlink()
+        if self._unix is not None:
+            self._unix.remove()
+
+
+def _listen_unix(unix: UnixSocket) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(unix.address.removeprefix("unix:"))
+        listener.listen(BACKLOG)
+        unix.publish()
+    except OSError as error:
+        listener.close()
+        unix.remove()
+        raise ConfigError([f"listen.http: cannot listen there: {error.strerror}"]) from error
+    return listener
+
+
+def _listen_tcp(address: TcpAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"listen.http = {address}: cannot listen there: {error.strerror or error}; "
+                "is another daemon running? set another address"
+            ]
+        ) from error

@@ -1,0 +1,83 @@
+"""From settings to the objects that serve: tiers, store, auth, limits. Opens nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstored_client.identity import derive_namespace_salt
+
+from kvstored.config import NamespaceSettings, Secret, Settings
+from kvstored.server.auth import Auth, NamespaceAuth, token_hash
+from kvstored.server.limits import Limits
+from kvstored.store import store as stores
+from kvstored.store.store import Store, StoreSettings
+from kvstored.supervise import Supervisor
+from kvstored.tiers.base import TierKind
+from kvstored.tiers.ram.tier import RamTier
+
+NVME_FOLDER = "nvme"
+
+
+def build_store(settings: Settings, supervisor: Supervisor) -> Store:
+    """The store over its tiers, not yet opened."""
+    ram_caps = {n.name: n.ram_cap_bytes for n in settings.namespaces}
+    ram = RamTier(settings.ram.cap_bytes, ram_caps.__getitem__)
+    nvme = None
+    caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
+    if settings.nvme.enabled:
+        from kvstored.tiers.nvme.tier import NvmeTier
+
+        nvme_caps = {n.name: n.nvme_cap_bytes for n in settings.namespaces}
+        nvme = NvmeTier(
+            settings.daemon.data_dir / NVME_FOLDER, settings.nvme.cap_bytes, nvme_caps.__getitem__
+        )
+        caps |= {(name, TierKind.NVME): cap for name, cap in nvme_caps.items()}
+    return Store(
+        ram,
+        nvme,
+        StoreSettings(
+            namespaces=tuple(
+                stores.NamespaceSettings(n.name, n.default_ttl_ms) for n in settings.namespaces
+            ),
+            max_dirty_bytes=settings.limits.max_dirty_bytes,
+            max_tenants=settings.tenants.max,
+            namespace_caps=caps,
+        ),
+        supervisor,
+    )
+
+
+def build_auth(settings: Settings) -> Auth:
+    """Who may do what. A namespace without tokens is open on the Unix socket, over TCP only with
+    `listen.insecure`.
+    """
+    insecure = settings.listen.insecure
+    return Auth(
+        [
+            NamespaceAuth(
+                namespace.name,
+                _hashes(namespace.tokens),
+                anonymous_unix=not namespace.tokens,
+                anonymous_tcp=not namespace.tokens and insecure,
+            )
+            for namespace in settings.namespaces
+        ],
+        admin_token_hashes=[h for n in settings.namespaces if n.admin for h in _hashes(n.tokens)],
+    )
+
+
+def build_salts(namespaces: Iterable[NamespaceSettings], secret: bytes) -> dict[str, bytes]:
+    """The salt of each namespace, 32 bytes, the same on every node that has the same secret."""
+    return {n.name: derive_namespace_salt(secret, n.name) for n in namespaces}
+
+
+def build_limits(settings: Settings) -> Limits:
+    """Bounds on calls, those that can be configured among them."""
+    return Limits(
+        max_put_bytes=settings.limits.max_put_bytes,
+        max_running_calls=settings.limits.max_calls,
+    )
+
+
+def _hashes(tokens: Iterable[Secret]) -> tuple[bytes, ...]:
+    return tuple(token_hash(token.reveal()) for token in tokens)

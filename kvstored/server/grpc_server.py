@@ -20,8 +20,7 @@ from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_calls import Bounds, Calls
 from kvstored.server.health import Health
 from kvstored.server.limits import Limits
-from kvstored.server.sockets import UnixSocket, admin_socket_path
-from kvstored.sockets import ListenError
+from kvstored.server.sockets import ListenError, UnixSocket, admin_socket_path
 
 _log = logging.getLogger(__name__)
 _MAX_REPLY_BYTES = 16 << 20

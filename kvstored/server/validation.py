@@ -102,22 +102,21 @@ def check_run(run: pb.ChunkRun, limits: Limits) -> int:
 
 
 def _part_indices(names: list[str], family: Family) -> tuple[int, ...]:
+    # A part without a group is known from recovered objects alone; nobody has declared it yet.
+    declared = {p.name: i for i, p in enumerate(family.parts) if p.group}
     if not names:
-        if not family.parts:
+        if not declared:
             raise UnknownPart("run.parts: the family declares no part", "declare parts with Hello")
-        return tuple(range(len(family.parts)))
-    if len(names) > len(family.parts):  # also bounds the work below
-        raise UnknownPart(f"run.parts: {len(names)} named, {len(family.parts)} are declared")
+        return tuple(declared.values())
     for name in names:
-        if name not in family.part_index:
+        if name not in declared:
             raise UnknownPart(
                 f"run.parts: {name[:64]!r} is not declared for family {family.fingerprint.hex()}",
-                "declare it with Hello, or use one of "
-                + ", ".join(repr(p.name) for p in family.parts[:8]),
+                "declare it with Hello, or use one of " + ", ".join(map(repr, [*declared][:8])),
             )
     if len(set(names)) != len(names):
         raise BadRequest("run.parts names a part twice", "name each part once")
-    return tuple(family.part_index[name] for name in names)
+    return tuple(declared[name] for name in names)
 
 
 def _check_end_token(run: pb.ChunkRun, count: int, chunk_tokens: int) -> None:

@@ -16,12 +16,6 @@ from kvstored.tiers.base import TierKind
 
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
 
-# Fastest tier of an object by the bits of the tiers that hold it.
-_FASTEST = bytes(
-    next((int(t) for t in (TierKind.RAM, TierKind.NVME, TierKind.OBJECT) if bits & 1 << t), 0)
-    for bits in range(256)
-)
-
 
 def object_state(ns: Namespace, row: int, depth: int) -> int:
     """Fastest tier that holds an object, within the depth asked for; 0 if none does."""
@@ -41,6 +35,18 @@ def needed_chunks(run: Run, boundary: int) -> dict[str, range]:
         chunks = rule.chunks_needed(first + boundary, family.chunk_tokens)
         needed[group] = range(max(chunks.start - first, 0), max(chunks.stop - first, 0))
     return needed
+
+
+def _leading_rows(rows: dict[bytes, int], keys: list[bytes]) -> list[int]:
+    """Chunk rows of the leading keys that are in the index."""
+    found = []
+    get = rows.get
+    for key in keys:
+        row = get(key, NONE)
+        if row == NONE:
+            break
+        found.append(row)
+    return found
 
 
 class Lookup:
@@ -72,12 +78,42 @@ class Lookup:
 
     def _leading(self) -> int:
         run, parts = self._run, self._run.parts
-        for i, key in enumerate(run.keys):
-            self.states[i] = state = self._chunk_state(key, parts)
+        done = self._leading_of_one_part(parts[0]) if len(parts) == 1 else 0
+        for i in range(done, len(run.keys)):
+            self.states[i] = state = self._chunk_state(run.keys[i], parts)
             if state >= FIRST_MISS:
                 self._after_gap(i + 1)
                 return i
         return len(run.keys)
+
+    def _leading_of_one_part(self, part: int) -> int:
+        """The usual case, without a Python step per chunk beyond the dict: leading chunks that are
+        held, have not expired and whose first object is of the part. Gives how many it settled;
+        the caller goes on, chunk by chunk, with the rest.
+        """
+        index = self._ns.index
+        rows = _leading_rows(index.rows, self._run.keys)
+        if not rows:
+            return 0
+        chunks = np.array(rows, np.int32)
+        objects = np.frombuffer(index.first_object, np.int32)[chunks]
+        expires = np.frombuffer(index.expires_ms, np.uint64)[chunks]
+        usable = (expires == 0) | (expires > self._now_ms)
+        usable &= np.frombuffer(index.object_part, np.uint16)[objects] == part
+        states = np.zeros(len(rows), np.uint8)
+        if self._depth != pb.DEPTH_RAM:
+            on_nvme = np.frombuffer(index.place[TierKind.NVME], np.int64)[objects] != NONE
+            states[on_nvme] = TierKind.NVME
+        in_ram = np.frombuffer(index.place[TierKind.RAM], np.int64)[objects] != NONE
+        states[in_ram] = TierKind.RAM
+        usable &= states != 0
+        count = len(rows) if usable.all() else int(np.argmin(usable))
+        lengths = np.frombuffer(index.object_length, np.uint32)[objects[:count]]
+        for tier in (TierKind.RAM, TierKind.NVME):
+            self.bytes_by_tier[tier] += int(lengths[states[:count] == tier].sum(dtype=np.int64))
+        self.payload_bytes += int(lengths.sum(dtype=np.int64))
+        self.states[:count] = states[:count].tobytes()
+        return count
 
     def _boundary(self, groups: set[str]) -> int:
         run = self._run

@@ -39,16 +39,14 @@ def build_namespaces(
         report.problems.append(
             f'namespace "{name}": given {named.count(name)} times; each name may stand once'
         )
-    tables = list(tables)
+    numbered = list(enumerate(tables, start=1))
     if implicit_default and DEFAULT_NAMESPACE not in named:
-        tables.insert(0, {"name": Given(DEFAULT_NAMESPACE, "default")})
-    if not tables:
+        numbered.insert(0, (0, {"name": Given(DEFAULT_NAMESPACE, "default")}))
+    if not numbered:
         report.problems.append(
             "namespace: there is none; give one, or leave daemon.default_namespace at true"
         )
-    return tuple(
-        _build(i, table, ram, nvme, environ, report) for i, table in enumerate(tables, start=1)
-    )
+    return tuple(_build(i, table, ram, nvme, environ, report) for i, table in numbered)
 
 
 def _build(

@@ -36,7 +36,7 @@ DEFAULT_NVME_BYTES = 10 * GIB
 DEFAULT_HTTP = "127.0.0.1:9441"
 LEAST_OBJECT_BYTES = 4096
 LEAST_SECRET_CHARACTERS = 16
-LONGEST_SOCKET_PATH_BYTES = 107  # sun_path of unix(7), less its NUL
+LONGEST_SOCKET_PATH_BYTES = 101  # sun_path of unix(7) less its NUL and "-admin"
 
 
 def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings, Report]:

@@ -21,8 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 
 from kvstored.config import TcpAddress
-from kvstored.errors import ConfigError
-from kvstored.server.sockets import UnixSocket
+from kvstored.server.sockets import ListenError, UnixSocket
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -171,7 +170,7 @@ class HttpServer:
     def start(self) -> str:
         """Listen, and answer from now on. Returns the address, with the port it really has.
 
-        Raises ConfigError where the address cannot be had.
+        Raises ListenError where the address cannot be had.
         """
         if isinstance(self._address, Path):
             self._unix = UnixSocket(self._address, UNIX_MODE)
@@ -203,7 +202,9 @@ def _listen_unix(unix: UnixSocket) -> socket.socket:
     except OSError as error:
         listener.close()
         unix.remove()
-        raise ConfigError([f"listen.http: cannot listen there: {error.strerror}"]) from error
+        raise ListenError(
+            f"cannot listen on {unix.address}: {error.strerror}", "set another listen.http"
+        ) from error
     return listener
 
 
@@ -212,9 +213,7 @@ def _listen_tcp(address: TcpAddress) -> socket.socket:
     try:
         return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise ConfigError(
-            [
-                f"listen.http = {address}: cannot listen there: {error.strerror or error}; "
-                "is another daemon running? set another address"
-            ]
+        raise ListenError(
+            f"cannot listen on {address}: {error.strerror or error}",
+            "set another listen.http; is another daemon running?",
         ) from error

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvstored_client.identity import derive_namespace_salt
-
 from kvstored.config import NamespaceSettings, Secret, Settings
+from kvstored.io.base import Files
 from kvstored.server.auth import Auth, NamespaceAuth, token_hash
 from kvstored.server.limits import Limits
 from kvstored.store import store as stores
 from kvstored.store.store import Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import TierKind
+from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.identity import derive_namespace_salt
 
 NVME_FOLDER = "nvme"
 
 
-def build_store(settings: Settings, supervisor: Supervisor) -> Store:
-    """The store over its tiers, not yet opened."""
+def build_store(settings: Settings, supervisor: Supervisor, files: Files | None = None) -> Store:
+    """The store over its tiers, not yet opened. `files` None: the real ones."""
     ram_caps = {n.name: n.ram_cap_bytes for n in settings.namespaces}
     ram = RamTier(settings.ram.cap_bytes, ram_caps.__getitem__)
     nvme = None
     caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
     if settings.nvme.enabled:
-        from kvstored.tiers.nvme.tier import NvmeTier
-
         nvme_caps = {n.name: n.nvme_cap_bytes for n in settings.namespaces}
         nvme = NvmeTier(
-            settings.daemon.data_dir / NVME_FOLDER, settings.nvme.cap_bytes, nvme_caps.__getitem__
+            settings.daemon.data_dir / NVME_FOLDER,
+            settings.nvme.cap_bytes,
+            nvme_caps.__getitem__,
+            files=files,
         )
         caps |= {(name, TierKind.NVME): cap for name, cap in nvme_caps.items()}
     return Store(

@@ -18,6 +18,7 @@ from kvstored import __version__, assembly, logs, process
 from kvstored.config import Loaded
 from kvstored.datadir import DataDirectory
 from kvstored.errors import KvstoredError
+from kvstored.io.base import Files
 from kvstored.looplag import LoopLagProbe
 from kvstored.sdnotify import Notifier
 from kvstored.server.dispatcher import Dispatcher
@@ -51,8 +52,11 @@ class Daemon:
     `stopwatch` decides when to stop and by when; see `stop_requested`.
     """
 
-    def __init__(self, loaded: Loaded, data: DataDirectory, notifier: Notifier) -> None:
+    def __init__(
+        self, loaded: Loaded, data: DataDirectory, notifier: Notifier, files: Files | None
+    ) -> None:
         self._settings = loaded.settings
+        self._files = files
         self._data = data
         self._notifier = notifier
         self._loop = asyncio.get_running_loop()
@@ -136,7 +140,7 @@ class Daemon:
             settings.namespaces,
             secret.reveal().encode() if secret else self._data.deployment_secret(),
         )
-        self._store = assembly.build_store(settings, self._supervisor)
+        self._store = assembly.build_store(settings, self._supervisor, self._files)
         await self._store.open()
         self._opened = True
         frozen = process.freeze_heap()
@@ -151,13 +155,14 @@ class Daemon:
         )
         process.prepare_socket_directory(settings.listen.unix.parent, "listen.unix")
         tcp = settings.listen.tcp
-        self._grpc = GrpcServer(
+        grpc = GrpcServer(
             dispatcher,
             self._loop,
             unix_path=settings.listen.unix,
             tcp_address=str(tcp) if tcp else None,
         )
-        port = await self._grpc.start()
+        port = await grpc.start()
+        self._grpc = grpc  # one that could not start has left nothing to stop
         self.phase = "ready"
         self._notifier.ready(f"serving on {settings.listen.unix}")
         log.info(
@@ -268,10 +273,11 @@ async def _end(task: asyncio.Task[T]) -> None:
     await asyncio.wait((task,))
 
 
-def serve(loaded: Loaded) -> NoReturn:
+def serve(loaded: Loaded, files: Files | None = None) -> NoReturn:
     """Run a daemon until it is told to stop; then ends the process.
 
-    `block_signals` must have been called before any thread was started.
+    `block_signals` must have been called before any thread was started. `files`: how the tiers
+    reach their files; None: as usual.
     Raises KvstoredError where the daemon cannot start for a reason that an operator can mend. The
     caller must then end the process by `leave` too.
     """
@@ -283,7 +289,7 @@ def serve(loaded: Loaded) -> NoReturn:
         log.warning(warning)
     loop = uvloop.new_event_loop()
     try:
-        status = loop.run_until_complete(_main(loaded, data, log_stream))
+        status = loop.run_until_complete(_main(loaded, data, log_stream, files))
     except KvstoredError:
         log_stream.drain(1.0)
         raise
@@ -293,8 +299,10 @@ def serve(loaded: Loaded) -> NoReturn:
     leave(status, log_stream)
 
 
-async def _main(loaded: Loaded, data: DataDirectory, log_stream: logs.QueuedHandler) -> int:
-    daemon = Daemon(loaded, data, Notifier.from_environment(os.environ))
+async def _main(
+    loaded: Loaded, data: DataDirectory, log_stream: logs.QueuedHandler, files: Files | None
+) -> int:
+    daemon = Daemon(loaded, data, Notifier.from_environment(os.environ), files)
     stopwatch = StopWatch(
         loaded.settings.daemon.stop_timeout_s, daemon.request_stop, daemon.unfinished, log_stream
     )

@@ -30,7 +30,8 @@ GIB = 1 << 30
 SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "tenants", "log")
 
 LEAST_RAM_BYTES = MIB
-LEAST_NVME_BYTES = 64 * MIB
+LEAST_NVME_BYTES = 16 * MIB
+NVME_STEP_BYTES = 64 * MIB  # so that the default does not change with every byte of the disk
 DEFAULT_RAM_BYTES = GIB
 DEFAULT_NVME_BYTES = 10 * GIB
 DEFAULT_HTTP = "127.0.0.1:9441"
@@ -135,7 +136,7 @@ def _nvme(section: Section, data_dir: Path, report: Report) -> NvmeSettings:
     except OSError as error:
         section.complain("cap_bytes", f"the disk of {data_dir} cannot be asked: {error.strerror}")
         disk_bytes = 2 * DEFAULT_NVME_BYTES
-    default = min(DEFAULT_NVME_BYTES, disk_bytes // 2 // LEAST_NVME_BYTES * LEAST_NVME_BYTES)
+    default = min(DEFAULT_NVME_BYTES, disk_bytes // 2 // NVME_STEP_BYTES * NVME_STEP_BYTES)
     room = default >= LEAST_NVME_BYTES
     enabled = section.boolean("enabled", default=room)
     cap_bytes = section.size("cap_bytes", max(default, LEAST_NVME_BYTES), least=LEAST_NVME_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Coroutine, Iterator, Mapping
@@ -135,7 +136,10 @@ class Dispatcher:
         check.check_context(context, self.limits)
         check.check_run(message, self.limits)
         family = self.store.family(message.namespace, message.family)
-        return check.build_run(message, context, family, self.limits)
+        run = check.build_run(message, context, family, self.limits)
+        # What is accounted under it lives for ever: beyond the bound it becomes "other".
+        tenant = self.store.accounts.tenant_label(run.namespace, run.tenant)
+        return run if tenant == run.tenant else dataclasses.replace(run, tenant=tenant)
 
     @contextlib.contextmanager
     def observed(self, verb: str, caller: Caller) -> Iterator[None]:

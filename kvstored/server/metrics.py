@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from kvstored_client.proto import admin_pb2 as admin
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,6 +20,7 @@ from prometheus_client.registry import Collector
 from kvstored import __version__
 from kvstored.looplag import LoopLag
 from kvstored.store.accounting import LATENCY_BUCKETS_S, Accounts, Amount, Histogram, Holding
+from kvstored_client.proto import admin_pb2 as admin
 
 Key2 = tuple[str, str]
 Key3 = tuple[str, str, str]

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 
+from kvstored.store.accounting import Accounts
 from kvstored.store.api import Family, Grant, MatchAnswer, PutOffer, PutTicket, Received, Run
 
 
@@ -32,6 +33,7 @@ class StorePort(Protocol):
     """See Store in docs/architecture.md."""
 
     boot_epoch: int
+    accounts: Accounts
 
     async def declare(self, namespace: str, spec: pb.FamilySpec) -> Family:
         """Make a family known; FamilyConflict, BadRequest, ResourceExhausted."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from daemon.daemon_helpers import DEADLINE_S, counters, fetch, fetch_unix
-from kvstored_client.proto import admin_pb2 as admin
 from prometheus_client import CollectorRegistry
 
 from kvstored.config import TcpAddress
@@ -25,6 +24,7 @@ from kvstored.server.metrics import (
 )
 from kvstored.server.sockets import ListenError
 from kvstored.store.accounting import Accounts
+from kvstored_client.proto import admin_pb2 as admin
 
 LOOPBACK = TcpAddress("127.0.0.1", 0)
 

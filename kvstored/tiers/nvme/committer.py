@@ -1,0 +1,119 @@
+"""Group commit: changes that wait for the index are taken together, batch after batch.
+
+One for each LMDB environment. While a batch is being synced the next one gathers, so the number of
+syncs follows the device and not the number of objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from kvstored.tiers.nvme.index import Entry
+
+_log = logging.getLogger(__name__)
+
+
+class Outcome(enum.Enum):
+    """What became of a change."""
+
+    OK = "ok"
+    FAILED = "failed"
+
+
+class Kind(enum.Enum):
+    """What a change does to the index."""
+
+    PUBLISH = "publish"
+    REMOVE = "remove"
+    OPEN = "open"  # let the slot, and some behind it, be written
+
+
+@dataclass(slots=True)
+class Change:
+    """One change, and the future that says what became of it."""
+
+    kind: Kind
+    place: int
+    weight_bytes: int
+    done: asyncio.Future[Outcome]
+    entry: Entry | None = None
+    voided: bool = False  # REMOVE: the slot's header was overwritten, though not yet synced
+
+
+class Committer:
+    """Owner of the queue of changes of one environment. Used on the verbs' loop.
+
+    The queue is bounded by the tier's places: each change holds one.
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[list[Change]], Awaitable[None]],
+        max_changes: int,
+        max_bytes: int,
+        name: str,
+    ) -> None:
+        """`apply` gets a batch and resolves the future of each of its changes."""
+        self._apply = apply
+        self._max_changes = max_changes
+        self._max_bytes = max_bytes
+        self._queue: deque[Change] = deque()
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=name)
+
+    def submit(
+        self,
+        kind: Kind,
+        place: int,
+        entry: Entry | None = None,
+        *,
+        weight_bytes: int = 0,
+        voided: bool = False,
+    ) -> asyncio.Future[Outcome]:
+        """Queue a change; the future never raises."""
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._queue.append(Change(kind, place, weight_bytes, done, entry, voided))
+        self._wake.set()
+        return done
+
+    async def close(self) -> None:
+        """Apply what is queued, then end."""
+        self._closing = True
+        self._wake.set()
+        await self._task
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                if self._closing:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            batch = self._next_batch()
+            try:
+                await self._apply(batch)
+            except Exception:
+                # A bug must not end the task that every write and delete waits for.
+                _log.exception("committing %d changes", len(batch))
+            for change in batch:
+                if not change.done.done():
+                    change.done.set_result(Outcome.FAILED)
+
+    def _next_batch(self) -> list[Change]:
+        batch = [self._queue.popleft()]
+        weight = batch[0].weight_bytes
+        places = {batch[0].place}
+        while self._queue and len(batch) < self._max_changes:
+            weight += self._queue[0].weight_bytes
+            if weight > self._max_bytes or self._queue[0].place in places:
+                break  # within a batch the order of changes to one place would be lost
+            places.add(self._queue[0].place)
+            batch.append(self._queue.popleft())
+        return batch

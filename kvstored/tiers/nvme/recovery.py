@@ -1,0 +1,340 @@
+"""What a volume holds when it is opened.
+
+The index is taken from LMDB if a child process could walk it and every record agrees with the
+region table; otherwise it is set aside and made again from the slot headers, which are the truth.
+Everything blocks and is meant for a thread. See docs/nvme-format.md for the rules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstored.tiers.nvme import header, layout, record
+from kvstored.tiers.nvme.format import (
+    SMALL_BIT,
+    DamagedError,
+    RegionEntry,
+    RegionState,
+    place_of,
+)
+from kvstored.tiers.nvme.index import Entry, Environment
+from kvstored.tiers.nvme.volume import INDEX, SMALL, Volume, remove_tree
+from kvstored.tiers.nvme.walker import Loaded, WalkError, walk
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_log = logging.getLogger(__name__)
+
+_ENTRIES_PER_COMMIT = 20_000
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Open environments and what they hold."""
+
+    table: list[RegionEntry]
+    index_env: Environment
+    small_env: Environment
+    index: Loaded
+    small: Loaded
+    sequence: int  # of the next object written
+    table_sequence: int  # of the next change to the region table
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+def recover(volume: Volume) -> Recovery:
+    """Find out what an open volume holds, making anew what is damaged.
+
+    Raises OSError or lmdb.Error when the device does not let it.
+    """
+    table, lost = volume.data.read_table(volume.regions)
+    if lost:
+        volume.problems.append(f"{lost} regions given up: both copies of their entry are damaged")
+    with ThreadPoolExecutor(2, thread_name_prefix="nvme-walk") as pool:
+        small_found = pool.submit(_walk, volume, SMALL)
+        index_found = _walk(volume, INDEX)
+        small = small_found.result()
+    dropped: Counter[str] = Counter()
+    index, index_env = _index(volume, table, index_found, dropped)
+    small, small_env = _small(volume, small, dropped)
+    _void_unfinished(volume, table, index)
+    last = max(
+        (int(r["sequence"].max()) for r in (index.records, small.records) if len(r)), default=0
+    )
+    return Recovery(
+        table=table,
+        index_env=index_env,
+        small_env=small_env,
+        index=index,
+        small=small,
+        sequence=last + 1,
+        table_sequence=max((entry.sequence for entry in table), default=0) + 1,
+        dropped=dropped,
+    )
+
+
+def _walk(volume: Volume, name: str) -> Loaded | str:
+    """The environment's contents, or why it cannot be trusted."""
+    planned = volume.plan.index_bytes if name == INDEX else volume.plan.small_bytes
+    path = volume.directory / name
+    try:
+        if volume.files.stat(path / "data.mdb").st_size > planned:
+            return "is larger than the present cap allows"
+        limit = planned // record.RECORD_BYTES
+        return walk(path, volume.superblock.volume, limit, volume.settings.walk_timeout_s)
+    except (WalkError, OSError) as error:
+        return str(error)
+
+
+# ---- objects in slots ---------------------------------------------------------------------------
+
+
+def _index(
+    volume: Volume, table: Sequence[RegionEntry], found: Loaded | str, dropped: Counter[str]
+) -> tuple[Loaded, Environment]:
+    """The index as it was, if all of it holds; else one made from the headers."""
+    if isinstance(found, str):
+        rebuilt, env = _rebuild(volume, table, found, dropped)
+        return rebuilt, env
+    faults = misfits(found.records, table, volume.superblock.region_bytes)
+    bad = np.zeros(len(found.records), np.bool_)
+    for mask in faults.values():
+        bad |= mask
+    if not bad.any() and not found.damaged:
+        env = volume.environment(INDEX)
+        env.names = found.names
+        return found, env
+    why = f"{int(bad.sum()) + found.damaged} records do not hold"
+    rebuilt, env = _rebuild(volume, table, why, dropped, found)
+    _count_missing(found, faults, bad, rebuilt, dropped)
+    return rebuilt, env
+
+
+def _count_missing(
+    found: Loaded,
+    faults: dict[str, NDArray[np.bool_]],
+    bad: NDArray[np.bool_],
+    rebuilt: Loaded,
+    dropped: Counter[str],
+) -> None:
+    """Count, by the first reason that holds, the bad records that no header made good for."""
+    again = np.isin(found.records["place"], rebuilt.records["place"])
+    left = bad & ~again
+    for reason, mask in faults.items():
+        count = int((left & mask).sum())
+        left &= ~mask
+        if count:
+            dropped[reason] += count
+    appeared = len(rebuilt.records) - int(again.sum())
+    missing = found.damaged - appeared
+    if missing > 0:
+        dropped["index_record_damaged"] += missing
+
+
+def misfits(
+    records: record.Records, table: Sequence[RegionEntry], region_bytes: int
+) -> dict[str, NDArray[np.bool_]]:
+    """For each reason, which records of slots do not fit the region table or one another."""
+    places = records["place"].astype(np.uint64)
+    regions, slots = places >> np.uint64(32), places & np.uint64(0xFFFFFFFF)
+    outside = regions >= len(table)
+    safe = np.where(outside, 0, regions).astype(np.int64)
+    sizes = np.array([e.slot_bytes for e in table], np.uint64)
+    used = np.array([e.state is not RegionState.FREE for e in table], np.bool_)
+    nonces = np.array([e.dedication & 0xFFFFFFFF for e in table], np.uint32)
+    counts = np.where(sizes > 0, region_bytes // np.maximum(sizes, 1), 0)
+    outside |= slots >= counts[safe]
+    other = ~outside & (~used[safe] | (nonces[safe] != records["dedication"]))
+    lengths = records["length_bytes"].astype(np.uint64)
+    distinct, inverse = np.unique(lengths, return_inverse=True)
+    fitting = np.array([layout.slot_bytes(max(1, int(n))) for n in distinct], np.uint64)
+    size = ~outside & ~other & (fitting[inverse] != sizes[safe]) if len(records) else outside
+    return {
+        "region_unknown": outside,
+        "region_rededicated": other,
+        "slot_size": size,
+        "overlap": _later_twins(places, records["sequence"]),
+        "twin": _later_twins(record.identities(records), records["sequence"]),
+    }
+
+
+def _later_twins(values: NDArray[np.uint64], sequence: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Marks all rows but the one of highest sequence among those of equal value."""
+    marked = np.zeros(len(values), np.bool_)
+    if len(np.unique(values)) == len(values):
+        return marked
+    order = np.lexsort((sequence, values))
+    ordered = values[order]
+    marked[order[:-1]] = ordered[:-1] == ordered[1:]
+    return marked
+
+
+def _rebuild(
+    volume: Volume,
+    table: Sequence[RegionEntry],
+    why: str,
+    dropped: Counter[str],
+    old: Loaded | None = None,
+) -> tuple[Loaded, Environment]:
+    """Make the index again from the slot headers. Families are kept if the old one was readable."""
+    entries = scan(volume, table, dropped)
+    volume.set_aside(INDEX, why)
+    fresh = INDEX + ".new"
+    remove_tree(volume.files, volume.directory / fresh)
+    env = volume.environment(fresh)
+    env.commit(families=old.families if old else None)
+    for at in range(0, len(entries), _ENTRIES_PER_COMMIT):
+        env.commit(entries[at : at + _ENTRIES_PER_COMMIT])
+    names = env.names
+    env.close()
+    volume.files.rename(volume.directory / fresh, volume.directory / INDEX)
+    volume.files.sync_directory(volume.directory)
+    env = volume.environment(INDEX)
+    env.names = names
+    packed = [
+        record.pack(e.meta, e.place, e.sequence, names.numbers(e.meta), e.dedication)
+        for e in entries
+    ]
+    records = record.seal(packed, volume.superblock.volume_id)
+    _log.warning("%s: index made again from %d headers", volume.directory, len(entries))
+    return Loaded(records, names, dict(old.families) if old else {}), env
+
+
+def scan(volume: Volume, table: Sequence[RegionEntry], dropped: Counter[str]) -> list[Entry]:
+    """Every live object by its header; of twins the one written last, the others are voided."""
+    dedicated = [entry for entry in table if entry.state is RegionState.DEDICATED]
+    best: dict[tuple[str, bytes, bytes, str], Entry] = {}
+    losers: list[Entry] = []
+    with ThreadPoolExecutor(volume.settings.threads, thread_name_prefix="nvme-scan") as pool:
+        for found, counts in pool.map(lambda entry: _scan_region(volume, entry), dedicated):
+            dropped.update(counts)
+            for entry in found:
+                identity = (
+                    entry.meta.namespace,
+                    entry.meta.family,
+                    entry.meta.key,
+                    entry.meta.part,
+                )
+                other = best.get(identity)
+                if other is not None and other.sequence > entry.sequence:
+                    losers.append(entry)
+                else:
+                    best[identity] = entry
+                    losers += [other] if other else []
+    _void(volume, table, [entry.place for entry in losers])
+    return sorted(best.values(), key=lambda entry: entry.place)
+
+
+def _scan_region(volume: Volume, entry: RegionEntry) -> tuple[list[Entry], Counter[str]]:
+    """Live headers of one region, and what could not be read."""
+    found: list[Entry] = []
+    counts: Counter[str] = Counter()
+    for slot in range(volume.superblock.region_bytes // entry.slot_bytes):
+        place = place_of(entry.region, slot)
+        where = volume.data.where(entry, place)
+        try:
+            block = volume.data.read_header(entry, place)
+        except OSError:
+            counts["header_unreadable"] += 1
+            continue
+        try:
+            live = header.decode(block, where)
+        except DamagedError:
+            if header.claims(block, where):
+                counts["header_damaged"] += 1
+            continue
+        if live is None:
+            continue
+        if layout.slot_bytes(live.meta.length_bytes) == entry.slot_bytes:
+            found.append(Entry(place, live.meta, live.sequence, entry.dedication))
+    return found, counts
+
+
+def _void_unfinished(volume: Volume, table: Sequence[RegionEntry], index: Loaded) -> None:
+    """Void the headers of writes that never came into the index.
+
+    Only slots that the index says were open for writing can carry one. Left alone, it would come
+    back as an object if the index were lost later, after a newer copy was written and deleted.
+    """
+    held = set(index.records["place"].tolist()) if index.opened else set()
+    stale = []
+    for region, bitmap in index.opened.items():
+        if region >= len(table) or table[region].state is not RegionState.DEDICATED:
+            continue
+        entry = table[region]
+        count = volume.superblock.region_bytes // entry.slot_bytes
+        for slot in opened_slots(bitmap, count):
+            place = place_of(region, int(slot))
+            try:
+                if place not in held and _may_count(volume, entry, place):
+                    stale.append(place)
+            except OSError as error:
+                volume.problems.append(f"slot {place:#x}: header unreadable: {error}")
+    _void(volume, table, stale)
+
+
+def _may_count(volume: Volume, entry: RegionEntry, place: int) -> bool:
+    """Whether a scan could take what is at a place for an object, or for a damaged one."""
+    where = volume.data.where(entry, place)
+    block = volume.data.read_header(entry, place)
+    try:
+        return header.decode(block, where) is not None
+    except DamagedError:
+        return header.claims(block, where)
+
+
+def opened_slots(bitmap: bytes, count: int) -> NDArray[np.intp]:
+    """Numbers of the set bits of a bitmap, at most `count` of them looked at."""
+    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")[:count]
+    return np.flatnonzero(bits)
+
+
+def _void(volume: Volume, table: Sequence[RegionEntry], places: Sequence[int]) -> None:
+    """Overwrite headers so that no scan takes them for objects; durable on return."""
+    for place in places:
+        entry = table[place >> 32]
+        block = header.encode_void(volume.data.where(entry, place), 0)
+        volume.data.write_header(entry, place, block)
+    if places:
+        volume.data.sync()
+
+
+# ---- small objects ------------------------------------------------------------------------------
+
+
+def _small(
+    volume: Volume, found: Loaded | str, dropped: Counter[str]
+) -> tuple[Loaded, Environment]:
+    """The small-object environment; if it is damaged, its objects are lost."""
+    if isinstance(found, str):
+        volume.set_aside(SMALL, found)
+        dropped["small_environment_lost"] += 1
+        env = volume.environment(SMALL)
+        env.commit()
+        return Loaded(), env
+    faults = small_misfits(found.records)
+    env = volume.environment(SMALL)
+    env.names = found.names
+    good = found.records[~faults]
+    if found.damaged or faults.any():
+        dropped["small_record_damaged"] += found.damaged + int(faults.sum())
+        env.commit(removed=[int(p) for p in found.records["place"][faults]])
+        env.discard(found.rejected, [int(p) for p in good["place"]])
+    found.records = good
+    return found, env
+
+
+def small_misfits(records: record.Records) -> NDArray[np.bool_]:
+    """Which records of small objects are not what one can be."""
+    places = records["place"].astype(np.uint64)
+    wrong: NDArray[np.bool_] = (places >> np.uint64(32)) != SMALL_BIT >> 32
+    wrong |= (records["length_bytes"] == 0) | (records["length_bytes"] > layout.SMALL_MAX_BYTES)
+    return wrong | _later_twins(places, records["sequence"])

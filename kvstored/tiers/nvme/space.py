@@ -1,0 +1,156 @@
+"""Room on a volume: which places are used, by whom, and what that is charged. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvstored.tiers.base import NoRoom
+from kvstored.tiers.nvme import layout
+from kvstored.tiers.nvme.format import RegionEntry, is_small, slot_of, small_place
+from kvstored.tiers.nvme.recovery import opened_slots
+from kvstored.tiers.nvme.slots import PlaceState, SlotTable, SmallTable
+from kvstored.tiers.nvme.walker import Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsRegion:
+    """There is room once `region` has been given this slot size."""
+
+    region: int
+    slot_bytes: int
+
+
+class Space:
+    """Slots and small objects of one volume, and the accounts of its namespaces."""
+
+    def __init__(
+        self,
+        table: list[RegionEntry],
+        plan: layout.Plan,
+        namespace_cap: Callable[[str], int] | None,
+    ) -> None:
+        """`namespace_cap(name)` gives a namespace's cap in bytes; None: the tier's alone counts."""
+        self.slots = SlotTable(table, plan.region_bytes)
+        self.small = SmallTable(plan.small_capacity_bytes)
+        self._region_bytes = plan.region_bytes
+        self._namespace_cap = namespace_cap
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._charged: Counter[int] = Counter()
+        self.charged_bytes = 0
+        self.objects = 0
+
+    def number(self, namespace: str) -> int:
+        """The tier's own number of a namespace."""
+        known = self._numbers.get(namespace)
+        if known is None:
+            known = self._numbers[namespace] = len(self._names)
+            self._names.append(namespace)
+        return known
+
+    def load(self, index: Loaded, small: Loaded) -> None:
+        """Take over what was recovered."""
+        owners = self._owners(index)
+        places = index.records["place"].astype(np.uint64)
+        regions = (places >> np.uint64(32)).astype(np.int64)
+        numbers = (places & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        order = np.argsort(regions, kind="stable")
+        bounds = np.flatnonzero(np.diff(regions[order])) + 1
+        for rows in np.split(order, bounds) if len(order) else []:
+            region = int(regions[rows[0]])
+            self.slots.load(region, numbers[rows], owners[rows])
+        sizes = np.array([r.entry.slot_bytes for r in self.slots.regions], np.uint64)
+        self._count(owners, sizes[regions])
+        self.slots.reclaim()
+        for region, bitmap in index.opened.items():
+            if region < len(self.slots.regions):
+                held = self.slots.regions[region]
+                held.opened[opened_slots(bitmap, held.slots)] = True
+        lengths, inverse = np.unique(small.records["length_bytes"], return_inverse=True)
+        charges = np.array([layout.charge_bytes(int(n)) for n in lengths], np.uint32)[inverse]
+        owners = self._owners(small)
+        numbers = (small.records["place"] & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        self.small.load(numbers, owners, charges)
+        self._count(owners, charges.astype(np.uint64))
+
+    def _owners(self, loaded: Loaded) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        names = [name.decode() for name in loaded.names.in_order("n")]
+        numbers = np.array([self.number(name) for name in names] or [0], np.uint32)
+        owners: np.ndarray[tuple[int], np.dtype[np.uint32]] = numbers[loaded.records["namespace"]]
+        return owners
+
+    def _count(
+        self,
+        owners: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        charges: np.ndarray[tuple[int], np.dtype[np.uint64]],
+    ) -> None:
+        for owner in np.unique(owners):
+            self._charged[int(owner)] += int(charges[owners == owner].sum())
+        self.charged_bytes += int(charges.sum())
+        self.objects += len(owners)
+
+    # ---- life of a place ----------------------------------------------------------------------
+
+    def take(self, namespace: str, length_bytes: int) -> int | NoRoom | NeedsRegion:
+        """Reserve and charge a place for an object of that length."""
+        charge = layout.charge_bytes(length_bytes)
+        small = length_bytes <= layout.SMALL_MAX_BYTES
+        largest = self.small.capacity_bytes if small else self._region_bytes
+        cap = self._namespace_cap(namespace) if self._namespace_cap else None
+        if charge > largest or (cap is not None and charge > cap):
+            return NoRoom.NEVER
+        owner = self.number(namespace)
+        if cap is not None and self._charged[owner] + charge > cap:
+            return NoRoom.NAMESPACE
+        place = self._take_small(charge, owner) if small else self.slots.take(charge, owner)
+        if place is None:
+            region = None if small else self.slots.spare_region()
+            return NoRoom.TIER if region is None else NeedsRegion(region, charge)
+        self._charged[owner] += charge
+        self.charged_bytes += charge
+        return place
+
+    def _take_small(self, charge: int, owner: int) -> int | None:
+        number = self.small.take(charge, owner)
+        return None if number is None else small_place(number)
+
+    def state(self, place: int) -> PlaceState:
+        """State of any place; FREE for one that does not exist."""
+        if is_small(place):
+            return self.small.state(slot_of(place))
+        return self.slots.state(place)
+
+    def set_state(self, place: int, state: PlaceState) -> None:
+        """Move a used place along, counting objects; `release` makes it free."""
+        before = self.state(place)
+        self.objects += (state is PlaceState.LIVE) - (before is PlaceState.LIVE)
+        if is_small(place):
+            self.small.set_state(slot_of(place), state)
+        else:
+            self.slots.set_state(place, state)
+
+    def namespace(self, place: int) -> str:
+        """Namespace that a used place is charged to."""
+        owner = self.small.owner(slot_of(place)) if is_small(place) else self.slots.owner(place)
+        return self._names[owner]
+
+    def entry(self, place: int) -> RegionEntry | None:
+        """Table entry of a slot's region; None for a small object."""
+        return None if is_small(place) else self.slots.entry(place)
+
+    def release(self, place: int) -> None:
+        """Make a used place free, and charge it no longer."""
+        self.objects -= self.state(place) is PlaceState.LIVE
+        if is_small(place):
+            number = slot_of(place)
+            owner, charge = self.small.owner(number), self.small.charge_bytes(number)
+            self.small.release(number)
+        else:
+            owner, charge = self.slots.owner(place), self.slots.charge_bytes(place)
+            self.slots.release(place)
+        self._charged[owner] -= charge
+        self.charged_bytes -= charge

@@ -1,0 +1,430 @@
+"""The NVMe tier, first form: one volume.
+
+See docs/nvme-format.md for what lies on the device and docs/architecture.md for the threads. All
+waiting for the device happens in `nvme-*` threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from kvstored.errors import DataDirectoryError, KvstoredError
+from kvstored.io.base import Files, RealFiles
+from kvstored.tiers.base import (
+    NoRoom,
+    ObjectRead,
+    ObjectWrite,
+    ReadOutcome,
+    Recovered,
+    Tier,
+    TierKind,
+    TierUsage,
+    WriteOutcome,
+    padded_bytes,
+)
+from kvstored.tiers.nvme import header, layout, verify
+from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts, runs
+from kvstored.tiers.nvme.columns import columns
+from kvstored.tiers.nvme.format import DamagedError, RegionEntry, is_small
+from kvstored.tiers.nvme.header import Where
+from kvstored.tiers.nvme.recovery import Recovery, recover
+from kvstored.tiers.nvme.slots import PlaceState
+from kvstored.tiers.nvme.space import NeedsRegion, Space
+from kvstored.tiers.nvme.volume import Settings, Volume, open_volume
+
+_log = logging.getLogger(__name__)
+
+_RUN_BYTES = 4 << 20  # what one thread reads before others get their turn
+_DELETES_AT_ONCE = 256
+R = TypeVar("R")
+
+
+class DeleteNotDurable(KvstoredError):
+    """A delete took effect in memory, but the device did not make it durable."""
+
+
+class NvmeTier(Tier):
+    """Objects in slots of one preallocated file, and small ones in LMDB. See `Tier`.
+
+    `cap_bytes` covers everything in `directory`. `namespace_cap(name)` gives a namespace's cap in
+    bytes. `region_bytes` and `small_bytes` (what objects up to 64 KiB share) are fixed when the
+    directory is first used; None derives them from the cap. `threads` bounds the transfers under
+    way at a time.
+    """
+
+    kind = TierKind.NVME
+
+    def __init__(
+        self,
+        directory: Path,
+        cap_bytes: int,
+        namespace_cap: Callable[[str], int] | None = None,
+        *,
+        files: Files | None = None,
+        region_bytes: int | None = None,
+        small_bytes: int | None = None,
+        threads: int = 4,
+        walk_timeout_s: float = 60.0,
+    ) -> None:
+        self._settings = Settings(
+            Path(directory), cap_bytes, region_bytes or 0, small_bytes or 0, walk_timeout_s, threads
+        )
+        self._files = files or RealFiles()
+        self._namespace_cap = namespace_cap
+        self._troubles: dict[str, str] = {}
+        self._troubles_lock = threading.Lock()
+        self._readers: Counter[int] = Counter()
+        self._drained: dict[int, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._down = True
+        self._opened = False
+        self._measuring = False
+        self.errors: Counter[str] = Counter()
+        """Failures of the device since the start, by stage."""
+
+    # ---- what it is ---------------------------------------------------------------------------
+
+    @property
+    def persistent(self) -> bool:
+        """See Tier."""
+        return True
+
+    @property
+    def mode(self) -> str:
+        """See Tier: "o_direct", "buffered", or "closed" before it is opened."""
+        return self._volume.data.mode if self._opened else "closed"
+
+    @property
+    def health(self) -> str:
+        """See Tier: "ok", or the stages that last failed and why."""
+        with self._troubles_lock:
+            return "; ".join(f"{k}: {v}" for k, v in sorted(self._troubles.items())) or "ok"
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was found damaged, and mended or given up, when the volume was opened."""
+        return tuple(self._volume.problems) if self._opened else ()
+
+    def usage(self) -> TierUsage:
+        """See Tier."""
+        if not self._opened:
+            return TierUsage(self._settings.cap_bytes, 0, 0, 0)
+        space = self._space
+        return TierUsage(
+            self._volume.cap_bytes, self._footprint, space.charged_bytes, space.objects
+        )
+
+    def charge_bytes(self, length_bytes: int) -> int:
+        """See Tier."""
+        return layout.charge_bytes(length_bytes)
+
+    def _note(self, stage: str, error: Exception | None) -> None:
+        """Remember how a stage last went."""
+        with self._troubles_lock:
+            if error is None:
+                self._troubles.pop(stage, None)
+                return
+            self.errors[stage] += 1
+            self._troubles[stage] = str(error)
+        _log.error("nvme %s: %s", stage, error)
+
+    # ---- opening and closing ------------------------------------------------------------------
+
+    async def open(self) -> Recovered:
+        """See Tier. Waits for a child process that reads the index, or for a scan of headers."""
+        threads = self._settings.threads
+        self._io = ThreadPoolExecutor(threads, thread_name_prefix="nvme-io")
+        self._syncs = ThreadPoolExecutor(3, thread_name_prefix="nvme-sync")
+        self._turns = asyncio.Semaphore(2 * threads)
+        loop = asyncio.get_running_loop()
+        try:
+            self._volume, found = await loop.run_in_executor(self._syncs, self._open)
+        except BaseException:
+            self._io.shutdown(wait=False)
+            self._syncs.shutdown(wait=False)
+            raise
+        self._space = Space(found.table, self._volume.plan, self._namespace_cap)
+        self._space.load(found.index, found.small)
+        self._index, self._small = found.index_env, found.small_env
+        self._footprint = self._volume.footprint_bytes()
+        parts = Parts(
+            self._volume.data,
+            self._index,
+            self._small,
+            self._space,
+            self._io,
+            self._syncs,
+            self._note,
+        )
+        self._changes = Changes(parts, self._volume.plan, found.sequence, found.table_sequence)
+        self._reserving = asyncio.Lock()
+        self._down = False
+        self._opened = True
+        return columns(found.index, found.small, dict(found.dropped))
+
+    def _open(self) -> tuple[Volume, Recovery]:
+        volume = open_volume(self._files, self._settings)
+        try:
+            return volume, recover(volume)
+        except IO_ERRORS as error:
+            volume.close()
+            raise DataDirectoryError(
+                f"data directory {volume.directory}: {error}",
+                "check the device and the room on its file system",
+            ) from error
+        except BaseException:
+            volume.close()
+            raise
+
+    async def close(self) -> None:
+        """See Tier."""
+        if self._down:
+            return
+        self._down = True
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._changes.close()
+        self._io.shutdown(wait=True)
+        self._syncs.shutdown(wait=True)
+        self._index.close()
+        self._small.close()
+        self._volume.close()
+
+    async def _finish(
+        self, work: Coroutine[object, object, R], stop: threading.Event | None = None
+    ) -> R:
+        """Run to the end even if the caller is cancelled, and only then say so to it.
+
+        `stop` is set on cancellation, for work that may end early.
+        """
+        task: asyncio.Task[R] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if stop is not None:
+                stop.set()
+            while not task.done():
+                try:
+                    await asyncio.wait({task})
+                except asyncio.CancelledError:
+                    continue  # the buffers are still in use, however often we are asked
+            raise
+
+    # ---- reserve ------------------------------------------------------------------------------
+
+    async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
+        """See Tier."""
+        answers: list[int | NoRoom] = []
+        if self._down:
+            return [NoRoom.DOWN] * len(lengths_bytes)
+        try:
+            async with self._reserving:
+                for length in lengths_bytes:
+                    answer = await self._reserve_one(namespace, length)
+                    if isinstance(answer, NoRoom):
+                        return answers + [answer] * (len(lengths_bytes) - len(answers))
+                    answers.append(answer)
+        except asyncio.CancelledError:
+            self.cancel([answer for answer in answers if isinstance(answer, int)])
+            raise
+        return answers
+
+    async def _reserve_one(self, namespace: str, length_bytes: int) -> int | NoRoom:
+        while True:
+            answer = self._space.take(namespace, length_bytes)
+            if not isinstance(answer, NeedsRegion):
+                return answer
+            dedication = secrets.randbits(64) | 1
+            done = await self._finish(
+                self._changes.dedicate(answer.region, answer.slot_bytes, dedication)
+            )
+            if not done:
+                return NoRoom.DOWN
+
+    def cancel(self, places: Sequence[int]) -> None:
+        """See Tier."""
+        for place in places:
+            if self._space.state(place) is not PlaceState.RESERVED:
+                raise ValueError(f"place {place:#x} is not reserved")
+            self._space.release(place)
+
+    # ---- write and delete ---------------------------------------------------------------------
+
+    async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
+        """See Tier. Raises ValueError for a place that is not reserved, or a payload or meta that
+        cannot be written; nothing is written then.
+        """
+        for item in items:
+            _check(item)
+        if self._down:
+            return [WriteOutcome.DOWN] * len(items)
+        outcomes = await self._finish(self._changes.write(items))
+        self._measure()
+        return outcomes
+
+    async def delete(self, places: Sequence[int]) -> None:
+        """See Tier. Raises DeleteNotDurable where the device cannot be told; the objects are
+        unreadable in this run all the same, and every later commit tries again.
+        """
+        for place in places:
+            if self._space.state(place) is not PlaceState.LIVE:
+                raise ValueError(f"place {place:#x} holds no object")
+        for place in places:
+            self._space.set_state(place, PlaceState.LEAVING)
+        left = await self._finish(self._delete(list(places)))
+        if left:
+            raise DeleteNotDurable(
+                f"{len(left)} deletes could not be made durable: {self.health}",
+                "look at the device; deletes are tried again with the next write",
+            )
+
+    async def _delete(self, places: list[int]) -> list[int]:
+        left: list[int] = []
+        for at in range(0, len(places), _DELETES_AT_ONCE):
+            some = places[at : at + _DELETES_AT_ONCE]
+            for place in some:
+                if self._readers[place]:
+                    loop = asyncio.get_running_loop()
+                    await self._drained.setdefault(place, loop.create_future())
+            left += await self._changes.delete(some)
+        return left
+
+    def _measure(self) -> None:
+        """Look at the files again: the file system's own bookkeeping for them grows a little."""
+        loop = asyncio.get_running_loop()
+        if not self._down and not self._measuring:
+            self._measuring = True
+            task = loop.create_task(self._measure_once())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _measure_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._footprint = await loop.run_in_executor(self._syncs, self._volume.footprint_bytes)
+        except OSError as error:
+            self._note("stat", error)
+        finally:
+            self._measuring = False
+
+    # ---- read ---------------------------------------------------------------------------------
+
+    async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
+        """See Tier. The tier knows of the readers before this first waits."""
+        if self._down:
+            return [ReadOutcome.DOWN] * len(items)
+        outcomes = [ReadOutcome.CORRUPT] * len(items)
+        jobs = [
+            (i, item, self._space.namespace(item.place), self._space.entry(item.place))
+            for i, item in enumerate(items)
+            if self._space.state(item.place) is PlaceState.LIVE and self._fits(item)
+        ]
+        for _, item, _, _ in jobs:
+            self._readers[item.place] += 1
+        stop = threading.Event()
+        await self._finish(self._read_all(jobs, outcomes, stop), stop)
+        return outcomes
+
+    def _fits(self, item: ObjectRead) -> bool:
+        """Whether a place can hold an object of that length at all."""
+        if item.length_bytes <= 0:
+            return False
+        if is_small(item.place) and item.length_bytes > layout.SMALL_MAX_BYTES:
+            return False
+        if len(item.into) < padded_bytes(item.length_bytes):
+            raise ValueError(f"{len(item.into)} B of memory for {item.length_bytes} B of object")
+        entry = self._space.entry(item.place)
+        return entry is None or layout.slot_bytes(item.length_bytes) <= entry.slot_bytes
+
+    async def _read_all(
+        self,
+        jobs: list[tuple[int, ObjectRead, str, RegionEntry | None]],
+        outcomes: list[ReadOutcome],
+        stop: threading.Event,
+    ) -> None:
+        async def read_some(some: list[tuple[int, ObjectRead, str, RegionEntry | None]]) -> None:
+            def work() -> None:
+                for i, item, namespace, entry in some:
+                    if stop.is_set():
+                        return
+                    outcomes[i] = self._read_one(item, namespace, entry)
+
+            async with self._turns:
+                await asyncio.get_running_loop().run_in_executor(self._io, work)
+
+        try:
+            parts = runs(jobs, lambda job: job[1].length_bytes, _RUN_BYTES)
+            done = await asyncio.gather(*map(read_some, parts), return_exceptions=True)
+            for failure in done:
+                if failure is not None:
+                    raise failure
+        finally:
+            for _, item, _, _ in jobs:
+                self._reader_gone(item.place)
+
+    def _reader_gone(self, place: int) -> None:
+        self._readers[place] -= 1
+        if not self._readers[place]:
+            del self._readers[place]
+            waiting = self._drained.pop(place, None)
+            if waiting is not None:
+                waiting.set_result(None)
+
+    def _read_one(self, item: ObjectRead, namespace: str, entry: RegionEntry | None) -> ReadOutcome:
+        """Read and verify one object, in a thread."""
+        try:
+            block: memoryview | bytearray
+            if entry is None:
+                block, where = self._read_small(item)
+            else:
+                where = self._volume.data.where(entry, item.place)
+                block = self._volume.data.read_slot(entry, item.place, item.into, item.length_bytes)
+        except IO_ERRORS as error:
+            self._note("read", error)
+            return ReadOutcome.FAILED
+        self._note("read", None)
+        try:
+            found = header.decode(block, where)
+        except DamagedError:
+            return ReadOutcome.CORRUPT
+        if found is None or not verify.is_expected(found.meta, namespace, item):
+            return ReadOutcome.CORRUPT
+        if not verify.payload_matches(found.meta, item.into):
+            return ReadOutcome.CORRUPT
+        verify.clear_padding(item.into, item.length_bytes)
+        return ReadOutcome.OK
+
+    def _read_small(self, item: ObjectRead) -> tuple[bytearray, Where]:
+        block = bytearray(header.HEADER_BYTES)
+        kept = memoryview(block)[: layout.SMALL_HEADER_BYTES]
+        into = item.into[: item.length_bytes]
+        stored = self._small.read_body(item.place, kept, into)
+        if stored != len(kept) + len(into):
+            block[:8] = bytes(8)  # not this object's body: no header
+        return block, Where(self._volume.superblock.volume_id, 0, item.place, 0)
+
+    # ---- families -----------------------------------------------------------------------------
+
+    async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
+        """See Tier. Kept in both environments, so that losing one does not lose it."""
+        if self._down:
+            return
+        await self._finish(self._changes.remember_family(namespace, fingerprint, spec))
+
+
+def _check(item: ObjectWrite) -> None:
+    """Raise ValueError for what can never be written."""
+    header.validate(item.meta)
+    length = item.meta.length_bytes
+    if len(item.payload) < padded_bytes(length):
+        raise ValueError(f"payload of {len(item.payload)} B for an object of {length} B")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
-from kvstored_client.proto.methods import ADMIN_SERVICE, KVSTORE_SERVICE
 
 from kvstored.server.auth import Transport
 from kvstored.server.bridge import VerbsLoop
@@ -21,6 +20,7 @@ from kvstored.server.grpc_calls import Bounds, Calls
 from kvstored.server.health import Health
 from kvstored.server.limits import Limits
 from kvstored.server.sockets import ListenError, UnixSocket, admin_socket_path
+from kvstored_client.proto.methods import ADMIN_SERVICE, KVSTORE_SERVICE
 
 _log = logging.getLogger(__name__)
 _MAX_REPLY_BYTES = 16 << 20
@@ -152,8 +152,7 @@ class GrpcServer:
         limits = self._dispatcher.limits
         server = grpc.aio.server(
             options=_options(limits),
-            # Far above our own bounds, which answer with a retry hint.
-            maximum_concurrent_rpcs=2 * (limits.max_running_calls + limits.max_running_streams),
+            maximum_concurrent_rpcs=_transport_bound(limits),
         )
         calls = Calls(self._dispatcher, self._verbs, transport, self._bounds)
         server.add_generic_rpc_handlers([*calls.handlers(), self._health.handler()])
@@ -180,12 +179,17 @@ class GrpcServer:
         await asyncio.gather(*(server.stop(grace=None) for server in self._servers))
 
 
+def _transport_bound(limits: Limits) -> int:
+    """Calls that gRPC lets in: far above our own bounds, which answer with a retry hint."""
+    return 2 * (limits.max_running_calls + limits.max_running_streams) + 64
+
+
 def _options(limits: Limits) -> list[tuple[str, int]]:
     return [
         # Above the frame limit, so that a frame over it is refused by us, with a typed error.
         ("grpc.max_receive_message_length", 2 * limits.max_frame_bytes + (1 << 20)),
         ("grpc.max_send_message_length", _MAX_REPLY_BYTES),
-        ("grpc.max_concurrent_streams", limits.max_running_calls + limits.max_running_streams),
+        ("grpc.max_concurrent_streams", _transport_bound(limits)),
         # A second daemon on the same port must fail, not share it.
         ("grpc.so_reuseport", 0),
         # A dead peer's leases end although no byte says so.

@@ -1,6 +1,7 @@
-"""Get and Put, apart from any transport. Objects may be made on any thread; every method runs on the
-verbs' loop. A transport must schedule `close` whatever happens: it ends leases and tickets, also
-those whose making was still under way.
+"""Get and Put, apart from any transport.
+
+Objects may be made on any thread; every method runs on the verbs' loop. A transport must schedule
+`close` whatever happens: it ends leases and tickets, also those whose making was still under way.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.server import validation as check
 from kvstored.server.auth import Caller
 from kvstored.server.dispatcher import Dispatcher, outcome_of
 from kvstored.server.ports import GetStreamPort
 from kvstored.store.api import Grant, PutTicket, Received
+from kvstored_client.proto import kvstore_pb2 as pb
 
 _T = TypeVar("_T")
 

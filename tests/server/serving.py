@@ -13,10 +13,6 @@ from pathlib import Path
 import grpc
 import xxhash
 from google.protobuf.message import Message
-from kvstored_client.identity import KVFamily, KVPart
-from kvstored_client.proto import kvstore_pb2 as pb
-from kvstored_client.proto import methods
-from kvstored_client.proto.methods import Method
 
 from kvstored.server.auth import Auth, NamespaceAuth, token_hash
 from kvstored.server.dispatcher import Dispatcher
@@ -25,6 +21,10 @@ from kvstored.server.limits import Limits
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.identity import KVFamily, KVPart
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto import methods
+from kvstored_client.proto.methods import Method
 
 MIB = 1 << 20
 TOKEN = "token-of-locked"
@@ -37,10 +37,19 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.ended: list[tuple[str, str, str]] = []
+        self._more = asyncio.Event()
 
     def call_ended(self, verb: str, outcome: str, seconds: float, tier: str) -> None:
         assert seconds >= 0
         self.ended.append((verb, outcome, tier))
+        self._more.set()
+
+    async def wait_for(self, verb: str) -> None:
+        """Wait until a call of this verb has ended."""
+        async with asyncio.timeout(10):
+            while all(ended[0] != verb for ended in self.ended):
+                self._more.clear()
+                await self._more.wait()
 
 
 @dataclass

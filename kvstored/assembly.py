@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from kvstored.config import NamespaceSettings, Secret, Settings
 from kvstored.io.base import Files
@@ -22,7 +22,7 @@ NVME_FOLDER = "nvme"
 def build_store(settings: Settings, supervisor: Supervisor, files: Files | None = None) -> Store:
     """The store over its tiers, not yet opened. `files` None: the real ones."""
     ram_caps = {n.name: n.ram_cap_bytes for n in settings.namespaces}
-    ram = RamTier(settings.ram.cap_bytes, ram_caps.__getitem__)
+    ram = RamTier(settings.ram.cap_bytes, _cap_of(ram_caps))
     nvme = None
     caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
     if settings.nvme.enabled:
@@ -30,7 +30,7 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
         nvme = NvmeTier(
             settings.daemon.data_dir / NVME_FOLDER,
             settings.nvme.cap_bytes,
-            nvme_caps.__getitem__,
+            _cap_of(nvme_caps),
             files=files,
         )
         caps |= {(name, TierKind.NVME): cap for name, cap in nvme_caps.items()}
@@ -79,6 +79,11 @@ def build_limits(settings: Settings) -> Limits:
         max_put_bytes=settings.limits.max_put_bytes,
         max_running_calls=settings.limits.max_calls,
     )
+
+
+def _cap_of(caps: Mapping[str, int]) -> Callable[[str], int]:
+    """Cap by namespace; none for one that is still on the device but no longer configured."""
+    return lambda name: caps.get(name, 0)
 
 
 def _hashes(tokens: Iterable[Secret]) -> tuple[bytes, ...]:

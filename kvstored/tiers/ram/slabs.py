@@ -19,7 +19,7 @@ MAX_SLOTS = 16_384  # of a segment: keeps walking one short
 MAX_EXACT_CLASSES = 64  # of a namespace; further sizes are rounded up
 PIECE_CHECKSUM_BYTES = 8
 
-_CAP_FRACTION = 64  # a segment is at most this part of the cap
+_CAP_FRACTION = 128  # a segment is at most this part of the cap
 _CLASS_FRACTION = 8  # and this part of what its class holds already,
 _LEAST_FRACTION = 16  # but not less than this part of the largest
 _OPEN_SAMPLE = 16  # how many segments are looked at for the fullest
@@ -271,9 +271,18 @@ def _cheapest(spaces: Iterable[Space], skip: Container[int]) -> SlabSegment | No
             if size_class.free_slots < size_class.smallest_slots:
                 continue  # no segment's objects fit in the others
             for segment in size_class.segments.values():
-                if segment.pinned or segment.draining or segment.slots > size_class.free_slots:
+                if segment.pinned or segment.draining or not _has_slack(size_class, segment):
                     continue
                 cost = (segment.used / segment.slots, -segment.size_bytes)
                 if cost < best_cost and segment.segment_id not in skip:
                     best, best_cost = segment, cost
     return best
+
+
+def _has_slack(size_class: SizeClass, segment: SlabSegment) -> bool:
+    """True when a class can spare a segment. Emptying one takes free slots for all of its own, and
+    half as many again must be left: without them the class would want a segment back at its next
+    object, and two classes would push one to and fro.
+    """
+    spare = segment.slots // 2 if segment.used else 0
+    return size_class.free_slots >= segment.slots + spare

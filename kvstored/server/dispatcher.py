@@ -13,10 +13,6 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import TypeVar
 
-from kvstored_client.proto import admin_pb2 as admin
-from kvstored_client.proto import kvstore_pb2 as pb
-from kvstored_client.proto.methods import PROTOCOL_VERSION
-
 from kvstored import __version__
 from kvstored.errors import Draining, KvstoredError
 from kvstored.server import validation as check
@@ -24,6 +20,9 @@ from kvstored.server.auth import Auth, Caller
 from kvstored.server.limits import KEY_BYTES, Limits
 from kvstored.server.ports import CallObserver, StorePort
 from kvstored.store.api import Run
+from kvstored_client.proto import admin_pb2 as admin
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto.methods import PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 _REPLY_MARGIN_S = 0.020

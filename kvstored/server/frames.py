@@ -10,11 +10,11 @@ from typing import cast
 
 import numpy as np
 import xxhash
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.errors import BadRequest, Overlong, TooLarge, Truncated
 from kvstored.server.limits import PIECE_BYTES
 from kvstored.store.api import Grant, Received, WantedObject
+from kvstored_client.proto import kvstore_pb2 as pb
 
 FRAME_BYTES = 1 << 20
 BLOCK_BYTES = 16 << 20

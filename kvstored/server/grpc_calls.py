@@ -11,9 +11,6 @@ from typing import NoReturn, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
-from kvstored_client.proto import admin_pb2 as admin
-from kvstored_client.proto import kvstore_pb2 as pb
-from kvstored_client.proto import methods
 
 from kvstored.errors import (
     BadRequest,
@@ -28,6 +25,9 @@ from kvstored.server.bridge import Admission, VerbsLoop
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_status import status_code, trailer
 from kvstored.server.payload_calls import GetCall, PutCall
+from kvstored_client.proto import admin_pb2 as admin
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto import methods
 
 _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[bytes, bytes]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import grpc
-from kvstored_client.proto import kvstore_pb2 as pb
-from kvstored_client.proto.methods import ERROR_METADATA
 
 from kvstored.errors import KvstoredError, ResourceExhausted
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto.methods import ERROR_METADATA
 
 _STATUS: dict[int, grpc.StatusCode] = {
     pb.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvstored_client.proto import admin_pb2 as admin
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import Family, Grant, MatchAnswer, PutOffer, PutTicket, Received, Run
+from kvstored_client.proto import admin_pb2 as admin
+from kvstored_client.proto import kvstore_pb2 as pb
 
 
 class GetStreamPort(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import unicodedata
 
 import numpy as np
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.errors import (
     BadKeys,
@@ -21,6 +20,7 @@ from kvstored.errors import (
 )
 from kvstored.server.limits import KEY_BYTES, Limits
 from kvstored.store.api import Family, PutOffer, Run
+from kvstored_client.proto import kvstore_pb2 as pb
 
 MIN_PROTOCOL_VERSION = 1
 _CHECKSUM_BYTES = 16

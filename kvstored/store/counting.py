@@ -7,12 +7,11 @@ gets what it matched is therefore counted once per chunk.
 
 from __future__ import annotations
 
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import Run
 from kvstored.store.lookup import FIRST_MISS
 from kvstored.tiers.base import TierKind
+from kvstored_client.proto import kvstore_pb2 as pb
 
 _TIER_NAMES = {int(TierKind.RAM): "ram", int(TierKind.NVME): "nvme", int(TierKind.OBJECT): "object"}
 

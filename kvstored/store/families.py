@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvstored_client.identity import GroupRule, fingerprint_of_spec
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored import errors
 from kvstored.store.api import Family, PartInfo
 from kvstored.tiers.base import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES
+from kvstored_client.identity import GroupRule, fingerprint_of_spec
+from kvstored_client.proto import kvstore_pb2 as pb
 
 MAX_FAMILIES = 4096
 MAX_PARTS = 4096

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import xxhash
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
@@ -23,6 +22,7 @@ from kvstored.tiers.base import (
     TierKind,
 )
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.proto import kvstore_pb2 as pb
 
 BATCH_BYTES = 16 << 20
 

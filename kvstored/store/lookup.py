@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from kvstored_client.identity import longest_boundary
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.store.api import MatchAnswer, Run
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import now_ms
 from kvstored.tiers.base import TierKind
+from kvstored_client.identity import longest_boundary
+from kvstored_client.proto import kvstore_pb2 as pb
 
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from kvstored.store.families import Families
@@ -26,6 +27,7 @@ class Namespace:
         self.families = Families(name)
         self.tenants: list[str] = []
         self._tenant_numbers: dict[str, int] = {}
+        self.room_queue = asyncio.Lock()  # whose turn it is to wait for room; first come
         self.pins: dict[int, float] = {}  # chunk row -> time.monotonic() at which the pin ends
 
     def tenant_number(self, label: str) -> int:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject
 from kvstored.store.index import NONE
@@ -19,6 +17,7 @@ from kvstored.store.trash import Trash
 from kvstored.store.writer import Writer
 from kvstored.tiers.base import NoRoom, ObjectMeta, TierKind, padded_bytes
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.proto import kvstore_pb2 as pb
 
 _REFUSALS = {
     NoRoom.TIER: pb.REFUSED_NO_ROOM,
@@ -141,9 +140,8 @@ class Putter:
             left = until - time.monotonic() if until is not None else 0.0
             if left <= 0:
                 return False
-            self._trash.freed.clear()
             try:
-                await asyncio.wait_for(self._trash.freed.wait(), left)
+                await asyncio.wait_for(self._trash.freed.after(self._trash.freed.count), left)
             except TimeoutError:
                 return False
         return True
@@ -166,6 +164,7 @@ class Putter:
                 states[index] = pb.REFUSED_DEADLINE
         opened.places.clear()
         self._residency.touch(ns, self._rows(ns, offer))
+        self._trash.freed.notify()  # what was reserved may be evicted from now on
         if offer.durable:
             await self._await_durable(ns, offer, states)
         self._count(ns, offer, states)
@@ -282,7 +281,7 @@ class Putter:
         if opened is not None:
             self._ram.cancel(list(opened.places.values()))
             opened.places.clear()
-            self._trash.freed.set()
+            self._trash.freed.notify()
 
 
 def states_of(states: bytearray, *wanted: int) -> list[int]:

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.store.api import Grant, Run
 from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
@@ -18,6 +16,7 @@ from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
 from kvstored.tiers.base import TierKind
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.proto import kvstore_pb2 as pb
 
 WINDOW_BYTES = 64 << 20
 """Payload that one Get keeps leased or loading ahead of what was delivered."""
@@ -52,15 +51,19 @@ class GetStream:
         ram: RamTier,
         loader: Loader | None,
         residency: Residency,
+        released: Callable[[], None],
         count: CountOutcome,
     ) -> None:
-        """`deadline`: time.monotonic(). `count(stream)` is called once, at the end."""
+        """`deadline`: time.monotonic(). `released()` is called whenever leases ended, for those
+        who wait for room; `count(stream)` once, at the end.
+        """
         self._ns = ns
         self.run = run
         self._deadline = deadline
         self._ram = ram
         self._loader = loader
         self._residency = residency
+        self._released = released
         self._count = count
         self._states = bytearray(len(run.keys))
         self._undelivered = [0] * len(run.keys)  # objects of each chunk still to deliver
@@ -211,6 +214,7 @@ class GetStream:
             self.chunk_bytes[i] = self.chunk_bytes.get(i, 0) + item.length_bytes
             if self._states[i] < FIRST_MISS:
                 self._states[i] = max(self._states[i], int(item.tier))
+        self._released()
 
     @property
     def observed(self) -> tuple[TierKind, int, float]:
@@ -243,4 +247,5 @@ class GetStream:
                 item.place = NONE
         self._ahead.clear()
         self._granted.clear()
+        self._released()
         self._count(self)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
 from kvstored.tiers.base import Recovered, TierKind
+from kvstored_client.proto import kvstore_pb2 as pb
 
 
 def by_recency(found: Recovered) -> list[int]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored.store.accounting import Accounts
 from kvstored.store.index import NONE, TIER_BIT, TIERS
 from kvstored.store.namespace import Namespace
 from kvstored.tiers.base import Tier, TierKind
+from kvstored_client.proto import kvstore_pb2 as pb
 
 TIER_LABEL = {TierKind.RAM: "ram", TierKind.NVME: "nvme", TierKind.OBJECT: "object"}
 

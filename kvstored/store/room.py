@@ -43,20 +43,29 @@ class Room:
         Evicts what it may. With `until` (time.monotonic()) it waits for room that others hold,
         and then gives either every place or none.
         """
+        if until is None:
+            return await self._reserve_now(tier, ns, lengths)
+        # One waiter of a namespace tries at a time, in order of arrival; a crowd that tries anew
+        # at every freed place would evict for nobody's good.
+        try:
+            async with asyncio.timeout(until - time.monotonic()), ns.room_queue:
+                return await self._reserve_waiting(tier, ns, lengths)
+        except TimeoutError:
+            return [NoRoom.TIER] * len(lengths)
+
+    async def _reserve_waiting(
+        self, tier: TierKind, ns: Namespace, lengths: Sequence[int]
+    ) -> list[int | NoRoom]:
         while True:
-            self._trash.freed.clear()
+            seen = self._trash.freed.count
             places = await self._reserve_now(tier, ns, lengths)
             refusal = next((p for p in places if isinstance(p, NoRoom)), None)
-            if refusal is None or until is None:
+            if refusal is None:
                 return places
             self._tiers[tier].cancel([p for p in places if isinstance(p, int)])
-            left = until - time.monotonic()
-            if refusal in (NoRoom.NEVER, NoRoom.DOWN) or left <= 0:
+            if refusal in (NoRoom.NEVER, NoRoom.DOWN):
                 return [refusal] * len(lengths)
-            try:
-                await asyncio.wait_for(self._trash.freed.wait(), left)
-            except TimeoutError:
-                return [refusal] * len(lengths)
+            await self._trash.freed.after(seen)
 
     async def _reserve_now(
         self, tier: TierKind, ns: Namespace, lengths: Sequence[int]

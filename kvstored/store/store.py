@@ -9,9 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstored_client.proto import admin_pb2
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored import errors
 from kvstored.store import families, recovery
 from kvstored.store.accounting import Accounts
@@ -40,6 +37,8 @@ from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import Tier, TierKind
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.proto import admin_pb2
+from kvstored_client.proto import kvstore_pb2 as pb
 
 log = logging.getLogger("kvstored.store")
 
@@ -230,6 +229,7 @@ class Store:
             self.ram,
             self._loader,
             self.residency,
+            self._trash.freed.notify,
             self._count_get,
         )
 

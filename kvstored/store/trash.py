@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from kvstored.store.changes import Changes
 from kvstored.tiers.base import Tier, TierKind
 
 
@@ -21,8 +22,8 @@ class Trash:
         self._locks = {tier: asyncio.Lock() for tier in tiers}
         self._work = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.freed = asyncio.Event()
-        """Set whenever places became free; who waits for room clears it before looking."""
+        self.freed = Changes()
+        """Notified whenever places became free or may be evicted; who needs room waits on it."""
 
     def discard(self, tier: TierKind, places: list[int]) -> None:
         """Take places that no index entry names any more; they are freed soon."""
@@ -47,7 +48,7 @@ class Trash:
             batch, self._waiting[tier] = self._waiting[tier], []
             if batch:
                 await self._tiers[tier].delete(batch)
-                self.freed.set()
+                self.freed.notify()
 
     async def run(self) -> None:
         """Free what comes, for ever; a supervised task."""

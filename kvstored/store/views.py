@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvstored_client.proto import admin_pb2
-from kvstored_client.proto import kvstore_pb2 as pb
-
 from kvstored import __version__, errors
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import TIER_LABEL, now_ms
 from kvstored.tiers.base import TierKind
+from kvstored_client.proto import admin_pb2
+from kvstored_client.proto import kvstore_pb2 as pb
 
 if TYPE_CHECKING:
     from kvstored.store.store import Store

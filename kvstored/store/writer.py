@@ -161,7 +161,7 @@ class Writer:
             del self._dirty[key]
         self.dirty_bytes -= dirty.nbytes
         self._ram.release(dirty.ram_place)
-        self._trash.freed.set()  # its RAM copy may be evicted now
+        self._trash.freed.notify()  # its RAM copy may be evicted now
 
     def fail_all(self) -> tuple[int, int]:
         """End every waiting write as not durable. Gives the objects and bytes given up."""

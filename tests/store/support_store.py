@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from kvstored_client.identity import GroupRule, KVFamily, KVPart
-from kvstored_client.proto import kvstore_pb2 as pb
 
 from kvstored.store.api import Family, Grant, PutOffer, Received, Run
 from kvstored.store.loader import piece_checksums
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor, TaskDeath
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.identity import GroupRule, KVFamily, KVPart
+from kvstored_client.proto import kvstore_pb2 as pb
 
 MIB = 1 << 20
 CHUNK = 64

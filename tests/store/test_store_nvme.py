@@ -6,8 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-from kvstored_client.identity import KVPart
-from kvstored_client.proto import kvstore_pb2 as pb
 from store.support_store import (
     MIB,
     client,
@@ -19,6 +17,8 @@ from store.support_store import (
 )
 
 from kvstored.store.store import NamespaceSettings, StoreSettings
+from kvstored_client.identity import KVPart
+from kvstored_client.proto import kvstore_pb2 as pb
 
 
 async def test_durable_objects_survive_a_restart_with_exact_accounts(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import time
 
 import pytest
 import xxhash
-from kvstored_client.identity import GroupRule, KVPart
-from kvstored_client.proto import kvstore_pb2 as pb
 from store.support_store import (
     MIB,
     client,
@@ -21,6 +19,8 @@ from store.support_store import (
 
 from kvstored import errors
 from kvstored.store.api import PutOffer, Received
+from kvstored_client.identity import GroupRule, KVPart
+from kvstored_client.proto import kvstore_pb2 as pb
 
 SIZE = 64 * 1024 + 4096
 
@@ -161,7 +161,8 @@ async def test_a_put_waits_for_room_and_gets_it_when_a_lease_ends() -> None:
         late = await c.put(other, [payload(9, MIB)] * 2, timeout_s=0.05)
         assert set(late) == {pb.REFUSED_DEADLINE}
         waiting = asyncio.ensure_future(c.put(other, [payload(9, MIB)] * 2))
-        await asyncio.sleep(0)  # let it begin to wait
+        await asyncio.wait([waiting], timeout=0.2)
+        assert not waiting.done()
         await stream.close()  # type: ignore[attr-defined]
         assert list(await waiting) == [pb.STORED] * 2
 

@@ -55,12 +55,22 @@ class Growth:
         """Memory known to lie in huge pages."""
         return sum(segment.huge_bytes for segment in self.memory.values())
 
-    async def grow(self, namespace: str, slot_bytes: int, demand_bytes: int) -> NoRoom | None:
-        """Bring about a free slot of that class; None when there is one."""
+    async def grow(
+        self,
+        namespace: str,
+        slot_bytes: int,
+        demand_bytes: int,
+        take: Callable[[], int | None],
+    ) -> int | NoRoom:
+        """Bring about a free slot of that class and `take` a place in it.
+
+        It is taken before the next growth may begin: an empty segment is what that one would
+        reclaim first, and two callers would undo each other's work for ever.
+        """
         async with self._lock:
             await self._close_lingering()
             spared: set[int] = set()
-            while not self._slabs.has_free(namespace, slot_bytes):
+            while (place := take()) is None:
                 step = self._slabs.plan(namespace, slot_bytes, demand_bytes, spared)
                 if isinstance(step, NoRoom):
                     return step
@@ -69,7 +79,7 @@ class Growth:
                         return NoRoom.DOWN
                 elif not await self._reclaim(step.segment):
                     spared.add(step.segment.segment_id)
-            return None
+            return place
 
     async def close(self) -> None:
         """Give back every segment, whatever lies in it."""

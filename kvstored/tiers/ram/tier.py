@@ -157,11 +157,11 @@ class RamTier(Tier):
         try:
             for i, length_bytes in enumerate(lengths_bytes):
                 place = self._places.reserve(namespace, length_bytes)
-                while place is None:
-                    refusal = await self._grow(namespace, lengths_bytes[i:])
-                    if refusal is not None:
-                        return [*answers, *[refusal] * (len(lengths_bytes) - i)]
-                    place = self._places.reserve(namespace, length_bytes)
+                if place is None:
+                    grown = await self._grow(namespace, lengths_bytes[i:])
+                    if isinstance(grown, NoRoom):
+                        return [*answers, *[grown] * (len(lengths_bytes) - i)]
+                    place = grown
                 self._clear_padding(place)
                 places.append(place)
                 answers.append(place)
@@ -260,8 +260,8 @@ class RamTier(Tier):
         """
         return self._places.checksums(place)
 
-    async def _grow(self, namespace: str, lengths_bytes: Sequence[int]) -> NoRoom | None:
-        """Room for the first of these lengths; the others of its size say how much to make."""
+    async def _grow(self, namespace: str, lengths_bytes: Sequence[int]) -> int | NoRoom:
+        """A place for the first of these lengths; the others of its size say how much to make."""
         first = lengths_bytes[0]
         if first > self._slabs.cap_of(namespace):
             return NoRoom.NEVER
@@ -269,10 +269,23 @@ class RamTier(Tier):
             raise ValueError(f"an object of {first} bytes")
         slot_bytes = self._slabs.slot_bytes(namespace, first)
         wanted_bytes = slot_bytes * sum(length == first for length in lengths_bytes)
-        # A cancelled caller does not wait for it; the slots it brings are the next caller's.
-        return await asyncio.shield(
-            self._start(self._growth.grow(namespace, slot_bytes, wanted_bytes))
+        growing = self._start(
+            self._growth.grow(
+                namespace, slot_bytes, wanted_bytes, lambda: self._places.reserve(namespace, first)
+            )
         )
+        try:
+            return await asyncio.shield(growing)
+        except asyncio.CancelledError:
+            # The growth goes on without its caller; the place it takes is nobody's.
+            growing.add_done_callback(self._abandon)
+            raise
+
+    def _abandon(self, growing: asyncio.Task[int | NoRoom]) -> None:
+        if not growing.cancelled() and growing.exception() is None:
+            place = growing.result()
+            if not isinstance(place, NoRoom):
+                self._places.cancel(place)
 
     async def _write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
         jobs = [(self.view(item.place, padded=True), item.payload) for item in items]

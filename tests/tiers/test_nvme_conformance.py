@@ -1,4 +1,4 @@
-"""The NVMe tier does what every tier must do; with O_DIRECT, and without."""
+"""The NVMe tier does what every tier must do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tiers.conformance import MakeTier, TierConformance, make_sample, store
+from tiers.conformance import (
+    BORDER_LENGTHS,
+    MakeTier,
+    TierConformance,
+    assert_holds,
+    make_sample,
+    store,
+)
 
-from kvstored.io.base import Files, RealFiles
+from kvstored.io.base import RealFiles
 from kvstored.tiers.base import Recovered, Tier
 from kvstored.tiers.nvme.tier import NvmeTier
 
@@ -25,14 +32,10 @@ class NoDirectFiles(RealFiles):
 
 
 class TestNvmeConformance(TierConformance):
-    expected_mode = "o_direct"
+    model_steps = 150
 
     @pytest.fixture
-    def files(self) -> Files:
-        return RealFiles()
-
-    @pytest.fixture
-    async def make_tier(self, tmp_path: Path, files: Files) -> AsyncIterator[MakeTier]:
+    async def make_tier(self, tmp_path: Path) -> AsyncIterator[MakeTier]:
         made: list[NvmeTier] = []
 
         async def make(
@@ -42,7 +45,6 @@ class TestNvmeConformance(TierConformance):
                 tmp_path / "volume",
                 cap_bytes,
                 None if namespace_cap_bytes is None else lambda _: namespace_cap_bytes,
-                files=files,
                 walk_timeout_s=20,
             )
             made.append(tier)
@@ -53,22 +55,18 @@ class TestNvmeConformance(TierConformance):
             await tier.close()
 
 
-class TestNvmeBufferedConformance(TestNvmeConformance):
-    expected_mode = "buffered"
-    model_steps = 60
-
-    @pytest.fixture
-    def files(self) -> Files:
-        return NoDirectFiles()
-
-
-@pytest.mark.parametrize("suite", [TestNvmeBufferedConformance])
-async def test_mode_says_that_io_is_buffered(
-    suite: type[TestNvmeBufferedConformance], tmp_path: Path
-) -> None:
+async def test_works_buffered_and_says_so(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path / "volume", 64 << 20, files=NoDirectFiles())
     assert tier.mode == "closed"
     await tier.open()
-    assert tier.mode == suite.expected_mode
-    await store(tier, [make_sample(1 << 20, 1)])
+    assert tier.mode == "buffered"
+    samples = [make_sample(length, length) for length in BORDER_LENGTHS]
+    places = await store(tier, samples)
+    await tier.delete(places[:3])
+    await tier.close()
+    tier = NvmeTier(tmp_path / "volume", 64 << 20)
+    assert len((await tier.open()).place) == len(places) - 3
+    assert tier.mode == "o_direct"
+    for place, sample in zip(places[3:], samples[3:], strict=True):
+        await assert_holds(tier, place, sample)
     await tier.close()

@@ -83,6 +83,8 @@ def recover(volume: Volume) -> Recovery:
 
 def _walk(volume: Volume, name: str) -> Loaded | str:
     """The environment's contents, or why it cannot be trusted."""
+    if volume.fresh:
+        return Loaded()
     planned = volume.plan.index_bytes if name == INDEX else volume.plan.small_bytes
     path = volume.directory / name
     try:

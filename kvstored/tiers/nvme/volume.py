@@ -55,6 +55,7 @@ class Volume:
     data: DataFile
     lock_fd: int
     regions: int  # that exist; fewer than planned where the file system is full
+    fresh: bool  # formatted just now
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -163,7 +164,7 @@ def _open_locked(files: Files, settings: Settings, lock_fd: int) -> Volume:
         problems.append(
             f"the file system is full: {regions} of {plan.regions} regions could be allocated"
         )
-    return Volume(files, settings, superblock, plan, data, lock_fd, regions, problems)
+    return Volume(files, settings, superblock, plan, data, lock_fd, regions, not names, problems)
 
 
 def _make_directory(files: Files, directory: Path) -> None:

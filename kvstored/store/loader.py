@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,14 +43,10 @@ class _Load:
     generation: int
     waiters: list[asyncio.Future[Loaded]] = field(default_factory=list)
 
-    def end(self, ram: RamTier, place: int, state: int) -> None:
-        """Answer every waiter that is still there, each with a lease of its own."""
-        for waiter in self.waiters:
-            if not waiter.done():
-                if place != NONE:
-                    ram.lease(place)
-                waiter.set_result(Loaded(place, state))
-        self.waiters.clear()
+    @property
+    def alive(self) -> bool:
+        """Whether it still is the object that was asked for."""
+        return self.ns.index.alive(self.row, self.generation)
 
 
 def piece_checksums(view: memoryview) -> bytes:
@@ -78,68 +75,112 @@ class Loader:
             return False
         return any((ns.number, row) in self._loads for row in ns.index.object_rows(chunk))
 
-    def want(self, ns: Namespace, rows: list[int]) -> list[asyncio.Future[Loaded]]:
-        """Load objects that are on the persistent tier and not in RAM.
+    def want(self, ns: Namespace, rows: list[int], until: float) -> list[asyncio.Future[Loaded]]:
+        """Load objects that are on the persistent tier and not in RAM; in order, as there is room.
 
-        A future may be cancelled; the load goes on and lands in RAM all the same. A future whose
-        result has a place carries a lease on it that the caller must release.
+        `until` (time.monotonic()): how long to wait for room. A future may be cancelled; the load
+        goes on and lands in RAM all the same. A future whose result has a place carries a lease on
+        it that the caller must release.
         """
         futures: list[asyncio.Future[Loaded]] = []
-        batch: list[_Load] = []
-        nbytes = 0
+        fresh: list[_Load] = []
         loop = asyncio.get_running_loop()
         for row in rows:
             load = self._loads.get((ns.number, row))
             if load is None:
                 load = _Load(ns, row, ns.index.generation[row])
                 self._loads[ns.number, row] = load
-                batch.append(load)
-                nbytes += ns.index.object_length[row]
-                if nbytes >= BATCH_BYTES:
-                    self._start(batch)
-                    batch, nbytes = [], 0
+                fresh.append(load)
             future: asyncio.Future[Loaded] = loop.create_future()
             load.waiters.append(future)
             futures.append(future)
-        if batch:
-            self._start(batch)
+        if fresh:
+            self._start(self._load_all(fresh, until))
         return futures
 
-    def _start(self, batch: list[_Load]) -> None:
-        task = asyncio.ensure_future(self._run(batch))
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    async def _run(self, batch: list[_Load]) -> None:
+    async def _load_all(self, loads: list[_Load], until: float) -> None:
+        """Reserve batch after batch, so that the first objects never wait for room that the later
+        ones hold, and read each batch while room is made for the next.
+        """
+        reads: list[asyncio.Task[None]] = []
         try:
-            await self._load(batch)
+            while loads:
+                batch = self._next_batch(loads)
+                placed = await self._reserve(batch, until)
+                if not placed:
+                    break
+                reads.append(self._start(self._read(placed)))
+                loads = loads[len(placed) :]
         finally:
-            for load in batch:
-                self._loads.pop((load.ns.number, load.row), None)
-                load.end(self._ram, NONE, pb.MISS_TIER_DOWN)
+            for load in loads:  # no room within the time
+                self._end(load, NONE, pb.MISS_DECLINED)
+        await asyncio.gather(*reads)
 
-    async def _load(self, batch: list[_Load]) -> None:
+    def _next_batch(self, loads: list[_Load]) -> list[_Load]:
+        batch: list[_Load] = []
+        nbytes = 0
+        for load in loads:
+            if batch and nbytes >= BATCH_BYTES:
+                break
+            batch.append(load)
+            nbytes += load.ns.index.object_length[load.row] if load.alive else 0
+        return batch
+
+    async def _reserve(self, batch: list[_Load], until: float) -> list[tuple[_Load, int]]:
+        """Places for the leading loads; waits only where there is no room for even one.
+
+        A load whose object was dropped meanwhile gets NONE.
+        """
         ns = batch[0].ns
-        index = ns.index
-        places = await self._room.reserve(
-            TierKind.RAM, ns, [index.object_length[load.row] for load in batch]
-        )
-        reads: list[tuple[_Load, int, ObjectRead]] = []
-        for load, place in zip(batch, places, strict=True):
-            if isinstance(place, NoRoom):
-                load.end(self._ram, NONE, pb.MISS_DECLINED)
-            elif not index.alive(load.row, load.generation):
-                self._ram.cancel([place])
-                load.end(self._ram, NONE, pb.MISS_EVICTED)
-            else:
-                reads.append((load, place, self._read_of(ns, load.row, place)))
-        if not reads:
-            return
-        # Called at once, without a task: no other code may free a place before the tier knows of
-        # the read, and it waits for its readers before it reuses a slot.
-        outcomes = await self._tier.read([read for _, _, read in reads])
-        for (load, place, read), outcome in zip(reads, outcomes, strict=True):
-            await self._settle(load, place, read, outcome)
+        lengths = [ns.index.object_length[load.row] if load.alive else 0 for load in batch]
+        wanted = [length for length in lengths if length]
+        places = await self._room.reserve(TierKind.RAM, ns, wanted) if wanted else []
+        if wanted and isinstance(places[0], NoRoom):
+            places = await self._room.reserve(TierKind.RAM, ns, wanted[:1], until)
+        got = iter(place for place in places if not isinstance(place, NoRoom))
+        placed: list[tuple[_Load, int]] = []
+        for load, length in zip(batch, lengths, strict=True):
+            place = next(got, None) if length else NONE
+            if place is None:
+                break
+            placed.append((load, place))
+        return placed
+
+    async def _read(self, placed: list[tuple[_Load, int]]) -> None:
+        try:
+            reads: list[tuple[_Load, int, ObjectRead]] = []
+            for load, place in placed:
+                if load.alive and place != NONE:
+                    reads.append((load, place, self._read_of(load.ns, load.row, place)))
+                else:
+                    self._ram.cancel([place] if place != NONE else [])
+                    self._end(load, NONE, pb.MISS_EVICTED)
+            if not reads:
+                return
+            # Called at once, without a task: no other code may free a place before the tier knows
+            # of the read, and it waits for its readers before it reuses a slot.
+            outcomes = await self._tier.read([read for _, _, read in reads])
+            for (load, place, read), outcome in zip(reads, outcomes, strict=True):
+                await self._settle(load, place, read, outcome)
+        finally:
+            for load, _ in placed:
+                self._end(load, NONE, pb.MISS_TIER_DOWN)
+
+    def _end(self, load: _Load, place: int, state: int) -> None:
+        """Answer every waiter that is still there, each with a lease of its own. Idempotent."""
+        self._loads.pop((load.ns.number, load.row), None)
+        for waiter in load.waiters:
+            if not waiter.done():
+                if place != NONE:
+                    self._ram.lease(place)
+                waiter.set_result(Loaded(place, state))
+        load.waiters.clear()
 
     def _read_of(self, ns: Namespace, row: int, place: int) -> ObjectRead:
         index = ns.index
@@ -162,24 +203,22 @@ class Loader:
             view = self._ram.view(place)
             loop = asyncio.get_running_loop()
             pieces = await loop.run_in_executor(self._pool, piece_checksums, view)
-            if index.alive(load.row, load.generation) and (
-                index.place[TierKind.RAM][load.row] == NONE
-            ):
+            if load.alive and index.place[TierKind.RAM][load.row] == NONE:
                 self._ram.publish(place, self._meta(ns, load.row, read, pieces))
                 self._residency.place_object(ns, load.row, TierKind.RAM, place)
-                load.end(self._ram, place, 0)
+                self._end(load, place, 0)
                 return
             self._ram.cancel([place])
-            load.end(self._ram, NONE, pb.MISS_EVICTED)
+            self._end(load, NONE, pb.MISS_EVICTED)
             return
         self._ram.cancel([place])
         if outcome is ReadOutcome.CORRUPT:
             self._residency.accounts.checksum_failures["nvme"] += 1
-            if index.alive(load.row, load.generation):
+            if load.alive:
                 self._residency.drop_object(ns, load.row, pb.MISS_CORRUPT, "corrupt")
-            load.end(self._ram, NONE, pb.MISS_CORRUPT)
+            self._end(load, NONE, pb.MISS_CORRUPT)
         else:
-            load.end(self._ram, NONE, pb.MISS_TIER_DOWN)
+            self._end(load, NONE, pb.MISS_TIER_DOWN)
 
     def _meta(self, ns: Namespace, row: int, read: ObjectRead, pieces: bytes) -> ObjectMeta:
         index = ns.index

@@ -19,10 +19,10 @@ from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import kvstore_pb2 as pb
 
 WINDOW_BYTES = 64 << 20
-"""Payload that one Get keeps leased or loading ahead of what was delivered."""
+"""Payload that one Get loads ahead of what it hands out, at most; a quarter of a small cap."""
 
 BATCH_BYTES = 16 << 20
-"""Payload that `next` hands out at once."""
+"""Payload that `next` hands out at once, at most; an eighth of a small cap."""
 
 CountOutcome = Callable[["GetStream"], None]
 
@@ -32,7 +32,7 @@ class _Item:
     """One object of the plan: where it stands between index and transport."""
 
     index: int  # object index of the request
-    chunk: int  # chunk index within the run
+    chunk: int  # index within the run
     part: int
     length_bytes: int
     tier: TierKind = TierKind.RAM
@@ -69,8 +69,10 @@ class GetStream:
         self._undelivered = [0] * len(run.keys)  # objects of each chunk still to deliver
         self.chunk_bytes: dict[int, int] = {}
         self._plan: deque[_Item] = deque(self._make_plan())
-        self._ahead: deque[_Item] = deque()  # leased or loading
-        self._ahead_bytes = 0
+        self._loading_bytes = 0
+        cap_bytes = ram.namespace_usage(ns.name).cap_bytes
+        self._window_bytes = min(WINDOW_BYTES, cap_bytes // 4)
+        self._batch_bytes = min(BATCH_BYTES, cap_bytes // 8)
         self._granted: dict[int, _Item] = {}
         self._closed = False
         self._began = self._ended = time.monotonic()
@@ -113,20 +115,18 @@ class GetStream:
         """What is ready next, in order, leased until `delivered`; None at the end.
 
         After the deadline, or when an object cannot be had, its chunk is a miss and the rest goes
-        on.
+        on. Only what is handed out or loaded ahead is leased: a Get that waits pins nothing else.
         """
         grants: list[Grant] = []
         nbytes = 0
-        while nbytes < BATCH_BYTES:
+        while self._plan and (not grants or nbytes < self._batch_bytes):
             self._look_ahead()
-            if not self._ahead:
-                break
-            item = self._ahead[0]
+            item = self._plan[0]
             if item.load is not None and not item.load.done():
                 if grants:
                     break
                 await self._wait(item)
-            self._ahead.popleft()
+            self._plan.popleft()
             grant = self._grant(item)
             if grant is not None:
                 grants.append(grant)
@@ -134,32 +134,27 @@ class GetStream:
         return grants or None
 
     def _look_ahead(self) -> None:
-        """Lease or start loading the plan's next objects, up to the window."""
+        """Start loading the plan's next objects that are not in RAM, up to the window."""
+        if self._loader is None or self._loading_bytes > self._window_bytes // 2:
+            return
         loading: list[tuple[_Item, int]] = []
-        while self._plan and (self._ahead_bytes < WINDOW_BYTES or not self._ahead):
-            item = self._plan.popleft()
-            if self._states[item.chunk] >= FIRST_MISS:
+        ahead_bytes = 0
+        for item in self._plan:
+            if ahead_bytes and ahead_bytes + item.length_bytes > self._window_bytes:
+                break
+            ahead_bytes += item.length_bytes
+            if item.load is not None or self._states[item.chunk] >= FIRST_MISS:
                 continue
             row = self._row(item)
-            if row == NONE:
-                self._miss(item, pb.MISS_EVICTED)
-                continue
-            place = self._ns.index.place[TierKind.RAM][row]
-            if place != NONE:
-                self._ram.lease(place)
-                item.place = place
-            elif self._loader is not None:
-                item.tier = TierKind.NVME
+            if row != NONE and self._ns.index.place[TierKind.RAM][row] == NONE:
                 loading.append((item, row))
-            else:
-                self._miss(item, pb.MISS_EVICTED)
-                continue
-            self._ahead.append(item)
-            self._ahead_bytes += item.length_bytes
-        if loading and self._loader is not None:
-            futures = self._loader.want(self._ns, [row for _, row in loading])
-            for (item, _), future in zip(loading, futures, strict=True):
-                item.load = future
+        rows = [row for _, row in loading]
+        for (item, _), future in zip(
+            loading, self._loader.want(self._ns, rows, self._deadline), strict=True
+        ):
+            item.tier = TierKind.NVME
+            item.load = future
+            self._loading_bytes += item.length_bytes
 
     def _row(self, item: _Item) -> int:
         chunk = self._ns.index.find(self.run.keys[item.chunk])
@@ -173,26 +168,38 @@ class GetStream:
 
     def _grant(self, item: _Item) -> Grant | None:
         """Turn the next item into a grant; None (and a miss) if it cannot be had."""
-        if item.load is not None:
-            if not item.load.done():
-                item.load.cancel()  # the load itself goes on and lands in RAM
-                self._give_up(item, pb.MISS_DEADLINE)
-                return None
-            loaded = item.load.result()
-            if loaded.place == NONE:
-                self._give_up(item, loaded.state)
-                return None
-            item.place = loaded.place
-        if self._states[item.chunk] >= FIRST_MISS or time.monotonic() > self._deadline:
-            self._give_up(item, pb.MISS_DEADLINE)
+        state = self._lease(item)
+        if not state and (
+            self._states[item.chunk] >= FIRST_MISS or time.monotonic() > self._deadline
+        ):
+            state = int(pb.MISS_DEADLINE)
+        if state:
+            self._give_up(item, state)
             return None
         self._granted[item.index] = item
         checksum, pieces = self._ram.checksums(item.place)
         view = self._ram.view(item.place).toreadonly()
         return Grant(item.index, item.length_bytes, checksum, item.tier, view, pieces)
 
+    def _lease(self, item: _Item) -> int:
+        """Lease the item's RAM place. Gives 0, or why it cannot be had."""
+        if item.load is not None:
+            self._loading_bytes -= item.length_bytes
+            if not item.load.done():
+                item.load.cancel()  # the load itself goes on and lands in RAM
+                return int(pb.MISS_DEADLINE)
+            loaded = item.load.result()
+            item.place = loaded.place
+            return loaded.state
+        row = self._row(item)
+        place = self._ns.index.place[TierKind.RAM][row] if row != NONE else NONE
+        if place == NONE:
+            return int(pb.MISS_EVICTED)
+        self._ram.lease(place)
+        item.place = place
+        return 0
+
     def _give_up(self, item: _Item, state: int) -> None:
-        self._ahead_bytes -= item.length_bytes
         if item.place != NONE:
             self._ram.release(item.place)
             item.place = NONE
@@ -208,7 +215,6 @@ class GetStream:
         for grant in grants:
             item = self._granted.pop(grant.index)
             self._ram.release(item.place)
-            self._ahead_bytes -= item.length_bytes
             i = item.chunk
             self._undelivered[i] -= 1
             self.chunk_bytes[i] = self.chunk_bytes.get(i, 0) + item.length_bytes
@@ -236,7 +242,7 @@ class GetStream:
         if self._closed:
             return
         self._closed = True
-        for item in (*self._ahead, *self._granted.values()):
+        for item in (*self._plan, *self._granted.values()):
             if item.load is not None and item.place == NONE:
                 if not item.load.done():
                     item.load.cancel()
@@ -245,7 +251,7 @@ class GetStream:
             if item.place != NONE:
                 self._ram.release(item.place)
                 item.place = NONE
-        self._ahead.clear()
+        self._plan.clear()
         self._granted.clear()
         self._released()
         self._count(self)

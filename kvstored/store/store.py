@@ -300,7 +300,7 @@ class Store:
             if ns.index.object_part[obj] in run.parts and ns.index.place[TierKind.RAM][obj] == NONE
         ]
         if rows and self._loader is not None:
-            futures = self._loader.want(ns, rows)
+            futures = self._loader.want(ns, rows, deadline)
             try:
                 await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
             finally:

@@ -14,8 +14,10 @@ import xxhash
 
 from kvstored.store.api import Family, Grant, PutOffer, Received, Run
 from kvstored.store.loader import piece_checksums
+from kvstored.store.reading import GetStream
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor, TaskDeath
+from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import GroupRule, KVFamily, KVPart
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -40,11 +42,7 @@ async def open_store(
 ) -> AsyncIterator[Store]:
     """A store that is open; NVMe only where a directory is given."""
     ram = RamTier(ram_bytes, (lambda n: ram_caps.get(n, ram_bytes)) if ram_caps else None)
-    nvme = None
-    if directory is not None:
-        from kvstored.tiers.nvme.tier import NvmeTier
-
-        nvme = NvmeTier(directory, nvme_bytes)
+    nvme = NvmeTier(directory, nvme_bytes) if directory is not None else None
     supervisor = Supervisor(fail_on_death)
     store = Store(ram, nvme, settings or StoreSettings(), supervisor)
     await store.open()
@@ -165,11 +163,12 @@ def tokens(chunks: int, seed: int = 0, chunk_tokens: int = CHUNK) -> list[int]:
     return random.Random(seed).choices(range(50000), k=chunks * chunk_tokens)
 
 
-async def hold(store: Store, run: Run) -> tuple[object, list[Grant]]:
-    """Open a get and take its first grants without delivering them: leases that stay."""
+async def hold(store: Store, run: Run) -> tuple[GetStream, list[Grant]]:
+    """Open a get and take its grants without delivering them: leases that stay."""
     stream = store.open_get(run, time.monotonic() + 60)
-    grants = await stream.next()
-    assert grants
+    grants: list[Grant] = []
+    while (more := await stream.next()) is not None:
+        grants += more
     return stream, grants
 
 

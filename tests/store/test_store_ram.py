@@ -144,7 +144,7 @@ async def test_leased_bytes_outlive_pressure_and_delete() -> None:
         assert store.ram.leased_bytes == 3 * MIB
         for grant in grants:
             grant.view.release()
-        await stream.close()  # type: ignore[attr-defined]
+        await stream.close()
         assert store.ram.leased_bytes == 0
 
 
@@ -163,7 +163,7 @@ async def test_a_put_waits_for_room_and_gets_it_when_a_lease_ends() -> None:
         waiting = asyncio.ensure_future(c.put(other, [payload(9, MIB)] * 2))
         await asyncio.wait([waiting], timeout=0.2)
         assert not waiting.done()
-        await stream.close()  # type: ignore[attr-defined]
+        await stream.close()
         assert list(await waiting) == [pb.STORED] * 2
 
 

@@ -1,0 +1,218 @@
+"""The reading side of Get: block heads, raw frames, scattering, verification. No I/O.
+
+Per frame: one hash update and one copy into the caller's memory, nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from kvstored_client.buffers import Regions
+from kvstored_client.failures import Failure, GarbageError
+from kvstored_client.memory import Cursor, address_of
+from kvstored_client.objects import Cut, ObjectTable
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.results import GetResult, States, tier_name
+
+_CHECKSUM_BYTES = 16
+_HELD_STOP = int(pb.NOT_NEEDED)  # states from 1 up to here are held, NOT_NEEDED itself too
+
+
+@dataclass(slots=True, eq=False)
+class Receipt:
+    """What a whole get has brought so far, over all its requests.
+
+    Per object: `lengths` of verified bytes and `tiers`. Per chunk: `states`, 0 where nothing is
+    known yet, and `corrupt`.
+    """
+
+    table: ObjectTable
+    regions: Regions
+    lengths: NDArray[np.int64]
+    tiers: NDArray[np.uint8]
+    states: bytearray
+    corrupt: set[int]
+    failure: Failure | None = None
+
+    @classmethod
+    def empty(cls, table: ObjectTable, regions: Regions) -> Receipt:
+        """Nothing has come."""
+        objects = len(table.want)
+        return cls(
+            table,
+            regions,
+            np.zeros(objects, np.int64),
+            np.zeros(objects, np.uint8),
+            bytearray(table.chunks),
+            set(),
+        )
+
+    def result(self) -> GetResult:
+        """The verb's answer."""
+        boundary, whole = self.table.usable(self.lengths > 0)
+        states = self._final_states(whole)
+        held = (states != 0) & (states <= _HELD_STOP)
+        whole &= held
+        by_tier = {
+            tier_name(kind): int(self.lengths[self.tiers == kind].sum())
+            for kind in (pb.TIER_RAM, pb.TIER_NVME, pb.TIER_OBJECT)
+            if (self.tiers == kind).any()
+        }
+        packed = States(states.tobytes())
+        if not held.all() and not self.failure:
+            reason = packed.first_reason()
+        else:
+            reason = self.failure.reason if self.failure and not whole.all() else ""
+        return GetResult(
+            chunks=min(boundary, _leading(held)),
+            ok=whole,
+            states=packed,
+            lengths=self.lengths,
+            bytes_by_tier=by_tier,
+            reason=reason,
+            detail=self.failure.detail if self.failure else "",
+        )
+
+    def _final_states(self, whole: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        """What the daemon said, corrected by what came. Bytes decide, not words."""
+        states = np.frombuffer(bytes(self.states), np.uint8).copy()
+        needs_any = self.table.needed.any(axis=1)
+        states[~needs_any] = int(pb.NOT_NEEDED)
+        slowest = np.zeros(self.table.needed.shape, np.uint8)
+        slowest[self.table.needed] = self.tiers
+        unsaid = (states == 0) & whole
+        states[unsaid] = slowest.max(axis=1, initial=0)[unsaid]
+        claims = (states == 0) | (states <= _HELD_STOP)
+        unusable = self.failure.chunk_state() if self.failure else int(pb.MISS_UNREACHABLE)
+        states[claims & ~whole] = unusable
+        for chunk in self.corrupt:
+            states[chunk] = int(pb.MISS_CORRUPT)
+        return states
+
+
+def _leading(flags: NDArray[np.bool_]) -> int:
+    return len(flags) if flags.all() else int(np.argmin(flags))
+
+
+class GetReceiver:
+    """Takes the messages of one Get request; see proto KVStore.Get for their order."""
+
+    def __init__(self, receipt: Receipt, cut: Cut) -> None:
+        self._receipt = receipt
+        self._cut = cut
+        self._first_chunk = cut.start - receipt.table.start
+        self._numbers = receipt.table.numbers(cut)
+        self._cursor = Cursor(receipt.regions)
+        self.restart()
+
+    def restart(self) -> None:
+        """See Receiver."""
+        self.done = False
+        self._last_block = False
+        self._next_index = 0
+        self._objects: list[pb.GetObject] = []
+        self._at = 0  # object of the block whose bytes come next
+        self._block_left = 0
+        self._object_left = 0
+        self._hash = xxhash.xxh3_128()
+
+    def feed(self, message: bytes) -> None:
+        """See Receiver."""
+        if self.done:
+            raise GarbageError("more came after the last block")
+        if self._block_left:
+            self._take_payload(message)
+        else:
+            self._take_head(message)
+        if self._last_block and not self._block_left:
+            self.done = True
+
+    def _take_head(self, message: bytes) -> None:
+        try:
+            block = pb.GetBlock.FromString(message)
+        except DecodeError as error:
+            raise GarbageError(f"{len(message)} bytes are not a GetBlock") from error
+        total = 0
+        for item in block.objects:
+            self._check_object(item)
+            total += item.length_bytes
+        if total != block.payload_bytes:
+            raise GarbageError(f"a block of {total} bytes announces {block.payload_bytes}")
+        if block.last:
+            self._take_states(block.states)
+        self._objects = list(block.objects)
+        self._block_left = total
+        self._at = 0
+        self._last_block = block.last
+        if self._objects:
+            self._open_object()
+
+    def _check_object(self, item: pb.GetObject) -> None:
+        index = item.index
+        if not self._next_index <= index < len(self._numbers):
+            raise GarbageError(f"object {index} is out of order or was not asked for")
+        self._next_index = index + 1
+        number = self._numbers[index]
+        want = self._receipt.table.want
+        if number < 0:
+            raise GarbageError(f"object {index} is not needed and was not asked for")
+        most = int(want.nbytes[number])
+        if item.length_bytes != most and (want.exact[number] or not 0 < item.length_bytes < most):
+            raise GarbageError(
+                f"{want.names[number]} comes with {item.length_bytes} bytes instead of {most}"
+            )
+        if len(item.checksum) != _CHECKSUM_BYTES:
+            raise GarbageError(f"object {index} comes without its checksum")
+
+    def _take_states(self, states: bytes) -> None:
+        count = self._cut.stop - self._cut.start
+        if len(states) != count:
+            raise GarbageError(f"{len(states)} states for {count} chunks")
+        whole = self._receipt.states
+        for i, state in enumerate(states, self._first_chunk):
+            # A chunk may be part of several requests, with other parts; the worst state counts.
+            if whole[i] in (0, int(pb.NOT_NEEDED)) or (state != pb.NOT_NEEDED and state > whole[i]):
+                whole[i] = state
+
+    def _open_object(self) -> None:
+        item = self._objects[self._at]
+        number = self._numbers[item.index]
+        self._object_left = item.length_bytes
+        self._receipt.lengths[number] = 0  # if the step is run again, what was verified is undone
+        self._cursor.seek(number)
+        self._hash = xxhash.xxh3_128()
+
+    def _take_payload(self, frame: bytes) -> None:
+        nbytes = len(frame)
+        if not 0 < nbytes <= self._block_left:
+            raise GarbageError(f"a frame of {nbytes} bytes where {self._block_left} are left")
+        source = address_of(frame)
+        at = 0
+        while at < nbytes:
+            count = min(nbytes - at, self._object_left)
+            self._hash.update(frame if count == nbytes else memoryview(frame)[at : at + count])
+            self._cursor.write(source + at, count)
+            at += count
+            self._object_left -= count
+            self._block_left -= count
+            if not self._object_left:
+                self._close_object()
+
+    def _close_object(self) -> None:
+        item = self._objects[self._at]
+        number = self._numbers[item.index]
+        receipt = self._receipt
+        if self._hash.digest() == item.checksum:
+            receipt.lengths[number] = item.length_bytes
+            receipt.tiers[number] = item.tier if item.tier in (1, 2, 3) else 0
+        else:
+            receipt.lengths[number] = 0
+            receipt.corrupt.add(self._first_chunk + item.index // len(self._cut.parts))
+        self._at += 1
+        if self._at < len(self._objects):
+            self._open_object()

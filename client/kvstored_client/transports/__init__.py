@@ -1,0 +1,1 @@
+"""Ways of carrying steps to the daemon and answers back."""

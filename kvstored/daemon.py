@@ -256,15 +256,19 @@ class Daemon:
 
         def take() -> None:
             try:
-                store = self._store
-                answer.set_result(
-                    take_snapshot(store.accounts, store.status()) if store else Snapshot()
-                )
+                answer.set_result(self._take_snapshot())
             except Exception as error:
                 answer.set_exception(error)
 
         self._loop.call_soon_threadsafe(take)
         return answer.result(SNAPSHOT_TIMEOUT_S)
+
+    def _take_snapshot(self) -> Snapshot:
+        store = self._store
+        if store is None:
+            return Snapshot()
+        not_written = store.writer.not_written if store.writer is not None else {}
+        return take_snapshot(store.accounts, store.status(), not_written)
 
 
 async def _end(task: asyncio.Task[T]) -> None:

@@ -21,7 +21,7 @@ def prepare() -> None:
     """Set this process up; once, before threads start."""
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    os.umask(0o007)  # nothing of the daemon's is anybody's business outside its group
+    os.umask(0o027)  # nothing of the daemon's is anybody's business outside its group
     raise_open_files()
 
 

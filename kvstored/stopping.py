@@ -25,6 +25,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FLUSH_S = 0.5
 """Part of the deadline that is kept for the last log lines; at most a tenth of it is used."""
 
+SAME_SIGNAL_S = 1.0
+"""Until then a further signal counts as part of the first: timeout(1) and the like signal the
+process and then its whole group."""
+
 
 def block_signals() -> None:
     """Leave the stop signals to a StopWatch. Call it before any thread is started: numpy's import
@@ -39,9 +43,10 @@ class StopWatch:
     """Takes the stop signals, and ends the process when a stop takes too long.
 
     `on_stop(reason)` is called once, in the watch's thread, when a stop begins. When `timeout_s`
-    have passed since, or at a second signal, `unfinished()` says in words what was left undone, and
-    the process ends at once: with status 0 at the deadline, since stopping was what was asked for,
-    and with 128 + the signal's number at a second signal, as if that had ended it.
+    have passed since, or at a second signal (SAME_SIGNAL_S or more later), `unfinished()` says in
+    words what was left undone, and the process ends at once: with status 0 at the deadline, since
+    stopping was what was asked for, and with 128 + the signal's number at a second signal, as if
+    that had ended it.
     """
 
     def __init__(
@@ -93,9 +98,11 @@ class StopWatch:
         # Should a thread be stuck while it holds the interpreter lock, C code ends the process.
         faulthandler.dump_traceback_later(self._timeout_s, exit=True)
         self._on_stop(self._reason)
-        second = signal.sigtimedwait(SIGNALS, self._timeout_s - flush_s)
-        if second is not None:
-            self._give_up("stopped by a second signal", 128 + second.si_signo, flush_s)
+        until = self._began + self._timeout_s - flush_s
+        while (left_s := until - time.monotonic()) > 0:
+            again = signal.sigtimedwait(SIGNALS, left_s)
+            if again is not None and time.monotonic() - self._began > SAME_SIGNAL_S:
+                self._give_up("stopped by a second signal", 128 + again.si_signo, flush_s)
         self._give_up("the stop took too long", self._status, flush_s)
 
     def _give_up(self, why: str, status: int, flush_s: float) -> NoReturn:

@@ -48,11 +48,17 @@ class Snapshot:
     latencies: Mapping[Key2, Histogram] = field(default_factory=dict)
     errors: Mapping[Key2, int] = field(default_factory=dict)
     recovery_dropped: Mapping[str, int] = field(default_factory=dict)
+    not_written: Mapping[str, int] = field(default_factory=dict)
     status: admin.StatusReply = field(default_factory=admin.StatusReply)
 
 
-def take_snapshot(accounts: Accounts, status: admin.StatusReply) -> Snapshot:
-    """Copy what the renderer needs. Belongs to the verbs' loop; costs no more than the copies."""
+def take_snapshot(
+    accounts: Accounts, status: admin.StatusReply, not_written: Mapping[str, int]
+) -> Snapshot:
+    """Copy what the renderer needs. Belongs to the verbs' loop; costs no more than the copies.
+
+    `not_written`: objects that the persistent tier did not take, by reason.
+    """
     accounts.settle()
     return Snapshot(
         hits=dict(accounts.hits),
@@ -66,6 +72,7 @@ def take_snapshot(accounts: Accounts, status: admin.StatusReply) -> Snapshot:
         latencies=dict(accounts.latencies),
         errors=dict(accounts.errors),
         recovery_dropped=dict(accounts.recovery_dropped),
+        not_written=dict(not_written),
         status=status,
     )
 
@@ -193,6 +200,12 @@ def _content_metrics(now: Snapshot) -> Iterator[Metric]:
             leaving,
             [(key, figure(amount)) for key, amount in now.evicted.items()],
         )
+    yield _counter(
+        "kvstored_not_written_objects",
+        "Objects that the persistent tier did not take and that stayed in RAM only, by reason.",
+        ["reason"],
+        [((reason,), count) for reason, count in now.not_written.items()],
+    )
     held = now.held.items()
     yield _gauge(
         "kvstored_tenant_charged_bytes",

@@ -158,7 +158,7 @@ def test_metrics_render_the_accounts_exactly(figures: Figures, address: str) -> 
         health="out of memory", mode="memfd",
     )  # fmt: skip
     status.namespaces.add(name="ns", tier="ram", charged_bytes=40, cap_bytes=60)
-    figures.snapshot = lambda: take_snapshot(accounts, status)
+    figures.snapshot = lambda: take_snapshot(accounts, status, {"room": 11})
 
     found = counters(fetch(address, "/metrics")[1])
     expected = {
@@ -186,6 +186,7 @@ def test_metrics_render_the_accounts_exactly(figures: Figures, address: str) -> 
         'kvstored_tenant_charged_bytes{namespace="ns",tenant="t",tier="ram"}': 4096,
         'kvstored_tenant_objects{namespace="ns",tenant="t",tier="ram"}': 1,
         'kvstored_tenant_byte_seconds{namespace="ns",tenant="t",tier="ram"}': 0,
+        'kvstored_not_written_objects_total{reason="room"}': 11,
         'kvstored_recovery_dropped_objects{reason="corrupt"}': 6,
         'kvstored_tier_cap_bytes{tier="ram"}': 100,
         'kvstored_tier_footprint_bytes{tier="ram"}': 50,

@@ -62,9 +62,20 @@ def test_a_second_signal_ends_it_at_once() -> None:
         child.wait_line("up")
         child.child.terminate()
         child.wait_line("told to stop: SIGTERM")
-        child.child.send_signal(signal.SIGINT)
+        while child.child.poll() is None:
+            child.child.send_signal(signal.SIGINT)
+            signal.sigtimedwait([], 0.05)
         assert child.status() == 128 + signal.SIGINT
         assert "stopped by a second signal" in child.stderr
+
+
+def test_a_signal_that_comes_twice_at_once_is_one() -> None:
+    with process("-c", SCRIPT, "nothing-happens", "1") as child:
+        child.wait_line("up")
+        child.child.terminate()
+        child.child.send_signal(signal.SIGINT)
+        assert child.status() == 0
+        assert "second signal" not in child.stderr
 
 
 def test_a_stop_from_inside_has_its_own_status() -> None:

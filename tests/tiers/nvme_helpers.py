@@ -18,7 +18,10 @@ LENGTHS = (4 * KIB, 64 * KIB, 100_000, 100_001, 300_000, MIB, MIB + 1)
 
 
 def make_tier(
-    directory: Path, files: Files | None = None, cap_bytes: int = CAP_BYTES, **settings: float
+    directory: Path,
+    files: Files | None = None,
+    cap_bytes: int = CAP_BYTES,
+    walk_timeout_s: float = 20,
 ) -> NvmeTier:
     """A tier with small regions, not opened."""
     return NvmeTier(
@@ -26,7 +29,7 @@ def make_tier(
         cap_bytes,
         files=files,
         region_bytes=REGION_BYTES,
-        walk_timeout_s=settings.get("walk_timeout_s", 20),
+        walk_timeout_s=walk_timeout_s,
     )
 
 
@@ -79,15 +82,22 @@ async def examine(tier: NvmeTier, recovered: Recovered, samples: Sequence[Sample
     return found
 
 
-async def reopen(directory: Path, samples: Sequence[Sample], **settings: float) -> Found:
+async def reopen(
+    directory: Path,
+    samples: Sequence[Sample],
+    *,
+    cap_bytes: int = CAP_BYTES,
+    walk_timeout_s: float = 20,
+    full: bool = False,
+) -> Found:
     """Open a volume, look at everything, and close it."""
-    tier = make_tier(directory, **settings)
+    tier = make_tier(directory, cap_bytes=cap_bytes, walk_timeout_s=walk_timeout_s)
     recovered = await tier.open()
     try:
         found = await examine(tier, recovered, samples)
-        # It also takes new objects, whatever was found.
-        (place,) = await store(tier, [make_sample(200_000, 999)])
-        await tier.delete([place])
+        if not full:  # it also takes new objects, whatever was found
+            (place,) = await store(tier, [make_sample(200_000, 999)])
+            await tier.delete([place])
         return found
     finally:
         await tier.close()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ENTRIES_PER_COMMIT = 20_000
+_TOO_LARGE = "is larger than the present cap allows"
 
 
 @dataclass(slots=True)
@@ -85,12 +86,12 @@ def _walk(volume: Volume, name: str) -> Loaded | str:
     """The environment's contents, or why it cannot be trusted."""
     if volume.fresh:
         return Loaded()
-    planned = volume.plan.index_bytes if name == INDEX else volume.plan.small_bytes
     path = volume.directory / name
     try:
-        if volume.files.stat(path / "data.mdb").st_size > planned:
-            return "is larger than the present cap allows"
-        limit = planned // record.RECORD_BYTES
+        held = volume.files.stat(path / "data.mdb").st_size
+        if name == SMALL and held > volume.plan.small_bytes:
+            return _TOO_LARGE
+        limit = held // record.RECORD_BYTES
         return walk(path, volume.superblock.volume, limit, volume.settings.walk_timeout_s)
     except (WalkError, OSError) as error:
         return str(error)
@@ -110,14 +111,23 @@ def _index(
     bad = np.zeros(len(found.records), np.bool_)
     for mask in faults.values():
         bad |= mask
-    if not bad.any() and not found.damaged:
+    held = _index_file_bytes(volume)
+    fits = held <= volume.plan.index_bytes
+    if fits and not bad.any() and not found.damaged:
         env = volume.environment(INDEX)
         env.names = found.names
         return found, env
-    why = f"{int(bad.sum()) + found.damaged} records do not hold"
+    why = f"{int(bad.sum()) + found.damaged} records do not hold" if fits else _TOO_LARGE
     rebuilt, env = _rebuild(volume, table, why, dropped, found)
     _count_missing(found, faults, bad, rebuilt, dropped)
     return rebuilt, env
+
+
+def _index_file_bytes(volume: Volume) -> int:
+    try:
+        return volume.files.stat(volume.directory / INDEX / "data.mdb").st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _count_missing(

@@ -132,6 +132,11 @@ class SlotTable:
                     return number
         return None
 
+    @property
+    def abandoned(self) -> int:
+        """Number of regions that are not written any more."""
+        return sum(r.entry.state is RegionState.ABANDONED for r in self.regions)
+
     def claim(self, number: int) -> None:
         """Keep a spare region from being handed out while its new entry is being written."""
         self._forget(number)

@@ -110,8 +110,12 @@ class NvmeTier(Tier):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was found damaged, and mended or given up, when the volume was opened."""
-        return tuple(self._volume.problems) if self._opened else ()
+        """What was found damaged, and mended or given up, when the volume was opened; and since."""
+        if not self._opened:
+            return ()
+        abandoned = self._space.slots.abandoned
+        more = [f"{abandoned} regions are abandoned: a sync of them failed"] if abandoned else []
+        return (*self._volume.problems, *more)
 
     def usage(self) -> TierUsage:
         """See Tier."""

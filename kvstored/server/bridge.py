@@ -27,7 +27,17 @@ class VerbsLoop:
 
         Raises Draining when the verbs' loop is gone.
         """
-        return await asyncio.wrap_future(self._submit(work))
+        return await self.start(work)
+
+    def start(self, work: Coroutine[object, object, _T]) -> asyncio.Future[_T]:
+        """The future result of `work`, which runs from now on. Cancelling it cancels the work.
+
+        Raises Draining when the verbs' loop is gone.
+        """
+        future = asyncio.wrap_future(self._submit(work))
+        # A caller that fails meanwhile never looks; the work's error was for it alone.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
 
     def spawn(self, work: Coroutine[object, object, object]) -> None:
         """Run `work` without waiting for it; what it raises is logged."""

@@ -141,13 +141,20 @@ class Calls:
             self._verbs.spawn(call.close(failure))
 
     async def _send(self, call: GetCall, context: _Context) -> None:
-        while isinstance(grants := await self._verbs.run(call.next()), list):
-            for block in frames.blocks(grants):
-                await context.write(frames.head(block).SerializeToString())
-                for frame in frames.frames(block):
-                    await context.write(frame)
-                self._verbs.post(call.delivered, block)
-        await context.write(pb.GetBlock(last=True, states=grants).SerializeToString())
+        ahead = self._verbs.start(call.next())
+        try:
+            while isinstance(grants := await ahead, list):
+                # The next grants are looked up while these are sent: the socket never runs dry.
+                ahead = self._verbs.start(call.next())
+                for block in frames.blocks(grants):
+                    await context.write(frames.head(block).SerializeToString())
+                    for frame in frames.frames(block):
+                        await context.write(frame)
+                    self._verbs.post(call.delivered, block)
+        finally:
+            ahead.cancel()
+        states = await self._verbs.run(call.states())
+        await context.write(pb.GetBlock(last=True, states=states).SerializeToString())
 
     # ---- Put -------------------------------------------------------------------------------------
 

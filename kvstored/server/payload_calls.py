@@ -82,7 +82,7 @@ class _PayloadCall:
 
 
 class GetCall(_PayloadCall):
-    """One Get: `begin`, then `next` and `delivered` in turn, then `close`."""
+    """One Get: `begin`, `next` and `delivered` until the end, `states`, `close`."""
 
     verb = "get"
 
@@ -100,18 +100,24 @@ class GetCall(_PayloadCall):
         self._stream = self.dispatcher.store.open_get(run, deadline, request.bypass_ram)
         return end
 
-    async def next(self) -> list[Grant] | bytes:
-        """Objects that are ready; or, at the end, the ChunkStates."""
+    async def next(self) -> list[Grant] | None:
+        """Objects that are ready; None at the end. May run ahead of `delivered`."""
         return await self.step(self._next)
 
-    async def _next(self) -> list[Grant] | bytes:
+    async def _next(self) -> list[Grant] | None:
         assert self._stream is not None, "begin comes first"
         grants = await self._stream.next()
-        if grants is None:
-            self.outcome = "ok"
-            return self._stream.states
-        self.tier = max([self.tier, *(g.tier for g in grants)])
+        self.tier = max([self.tier, *(g.tier for g in grants or ())])
         return grants
+
+    async def states(self) -> bytes:
+        """The ChunkStates, after the last `delivered`."""
+        return await self.step(self._states)
+
+    async def _states(self) -> bytes:
+        assert self._stream is not None, "begin comes first"
+        self.outcome = "ok"
+        return self._stream.states
 
     def delivered(self, grants: Sequence[Grant]) -> None:
         """The transport took these in full."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
+
 from kvstored_client.identity import Extra, GroupRule, KVFamily
 
 SALT = bytes(range(32))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from identity import reference_keys
+
 from kvstored_client.identity import GroupError, GroupRule, RuleKind, longest_boundary
 
 KINDS: list[RuleKind] = ["all", "trailing", "last"]
@@ -22,7 +23,9 @@ def runs(draw: st.DrawFn) -> tuple[dict[str, str], dict[str, GroupRule], int, in
     for i, kind in enumerate(kinds):
         bits = draw(st.lists(st.sampled_from("1110"), min_size=chunks, max_size=chunks))
         present[str(i)] = "".join(bits)
-        rules[str(i)] = GroupRule(kind, draw(st.integers(1, 40)) if kind == "trailing" else 0)
+        rules[str(i)] = GroupRule(
+            kind, draw(st.integers(1, 3 * chunk_tokens)) if kind == "trailing" else 0
+        )
     short = draw(st.integers(0, chunk_tokens - 1)) if chunks else 0
     stop = (start + chunks) * chunk_tokens
     end_token = draw(st.sampled_from([0, stop])) if short == 0 else stop - short
@@ -34,6 +37,7 @@ def boundary_tokens(boundary: int, chunks: int, chunk_tokens: int, end_token: in
 
 
 @given(run=runs())
+@settings(max_examples=400)
 def test_longest_boundary_against_a_model(
     run: tuple[dict[str, str], dict[str, GroupRule], int, int, int],
 ) -> None:
@@ -80,6 +84,17 @@ def test_a_boundary_of_nothing_needs_nothing() -> None:
         assert list(rule.chunks_needed(0, 64)) == []
         assert longest_boundary({"g": np.zeros(0, np.bool_)}, {"g": rule}, 64, start=3) == 0
     assert longest_boundary({}, {"g": GroupRule.all()}, 64) == 0
+
+
+@pytest.mark.parametrize(("end_token", "chunks"), [(0, 4), (256, 4), (255, 2), (193, 2)])
+def test_a_window_before_a_short_chunk_reaches_one_chunk_further(
+    end_token: int, chunks: int
+) -> None:
+    present = {"w": np.array([True, True, False, True])}
+    rules = {"w": GroupRule.trailing(64)}
+    assert longest_boundary(present, rules, 64, end_token=end_token) == chunks
+    later = end_token and end_token + 3 * 64
+    assert longest_boundary(present, rules, 64, start=3, end_token=later) == chunks
 
 
 def test_groups_that_are_not_asked_for_do_not_count() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from identity import reference_keys
+
 from kvstored_client.identity import (
     Extra,
     GroupRule,

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from identity.family_strategies import SALT, families
+
 from kvstored_client.identity import (
     BlockHashError,
     Extra,

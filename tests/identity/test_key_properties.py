@@ -21,6 +21,7 @@ from identity.family_strategies import (
     split_keys,
     token_ids,
 )
+
 from kvstored_client.identity import (
     Extra,
     GroupRule,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
 from kvstored_client.identity.checks import text, uint
 from kvstored_client.identity.errors import GroupError
-from numpy.typing import NDArray
 
 RuleKind: TypeAlias = Literal["all", "trailing", "last"]
 

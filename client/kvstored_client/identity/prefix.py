@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
+
 from kvstored_client.identity.checks import octets, uint
 from kvstored_client.identity.errors import BlockHashError, ExtraError, TokenError
 from kvstored_client.identity.hashing import (
@@ -22,7 +24,6 @@ from kvstored_client.identity.hashing import (
     root_key,
 )
 from kvstored_client.identity.tokens import TOKEN_STOP, TokenIds, token_array
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from kvstored_client.identity.family import KVFamily

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Protocol, SupportsIndex, cast, runtime_checkable
 
 import numpy as np
-from kvstored_client.identity.errors import TokenError
 from numpy.typing import NDArray
+
+from kvstored_client.identity.errors import TokenError
 
 TOKEN_STOP = 1 << 32
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvstored.tiers.base import padded_bytes
 from kvstored.tiers.nvme.format import (
@@ -13,6 +16,9 @@ from kvstored.tiers.nvme.format import (
 )
 from kvstored.tiers.nvme.header import HEADER_BYTES, PIECES_OFFSET
 from kvstored.tiers.nvme.record import RECORD_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -49,6 +55,20 @@ def slot_bytes(length_bytes: int) -> int:
     octave = 1 << (padded - 1).bit_length() - 1
     step = max(BLOCK_BYTES, octave // SIZES_PER_OCTAVE)
     return HEADER_BYTES + -(-padded // step) * step
+
+
+def slot_sizes(lengths_bytes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`slot_bytes` of many lengths at once."""
+    block = np.uint64(BLOCK_BYTES)
+    padded = (np.maximum(lengths_bytes, np.uint64(1)) + block - np.uint64(1)) // block * block
+    # Exact: below 2**53 a float has the very exponent of its integer.
+    exponent = np.frexp((padded - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)
+    step = np.left_shift(np.uint64(1), exponent - np.uint64(1)) // np.uint64(SIZES_PER_OCTAVE)
+    step = np.maximum(step, block)
+    sizes: NDArray[np.uint64] = (
+        np.uint64(HEADER_BYTES) + (padded + step - np.uint64(1)) // step * step
+    )
+    return sizes
 
 
 def small_chunks(length_bytes: int) -> int:

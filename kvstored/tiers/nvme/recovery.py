@@ -166,9 +166,7 @@ def misfits(
     outside |= slots >= counts[safe]
     other = ~outside & (~used[safe] | (nonces[safe] != records["dedication"]))
     lengths = records["length_bytes"].astype(np.uint64)
-    distinct, inverse = np.unique(lengths, return_inverse=True)
-    fitting = np.array([layout.slot_bytes(max(1, int(n))) for n in distinct], np.uint64)
-    size = ~outside & ~other & (fitting[inverse] != sizes[safe]) if len(records) else outside
+    size = ~outside & ~other & (layout.slot_sizes(lengths) != sizes[safe])
     return {
         "region_unknown": outside,
         "region_rededicated": other,
@@ -181,7 +179,8 @@ def misfits(
 def _later_twins(values: NDArray[np.uint64], sequence: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Marks all rows but the one of highest sequence among those of equal value."""
     marked = np.zeros(len(values), np.bool_)
-    if len(np.unique(values)) == len(values):
+    in_order = np.sort(values, kind="stable")  # places come sorted, which this kind likes
+    if not (in_order[1:] == in_order[:-1]).any():
         return marked
     order = np.lexsort((sequence, values))
     ordered = values[order]

@@ -25,14 +25,12 @@ from kvstored_client.identity.errors import (
 )
 from kvstored_client.identity.family import (
     MAX_CHUNK_TOKENS,
-    MAX_OBJECT_BYTES,
-    MIN_OBJECT_BYTES,
     KVFamily,
-    KVPart,
     fingerprint_of_spec,
 )
 from kvstored_client.identity.groups import GroupRule, RuleKind, longest_boundary
 from kvstored_client.identity.hashing import KEY_BYTES, derive_namespace_salt
+from kvstored_client.identity.parts import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES, KVPart
 from kvstored_client.identity.prefix import Extra, ForeignPrefix, NativePrefix, Prefix
 from kvstored_client.identity.tokens import TokenIds
 

@@ -50,6 +50,13 @@ async def fill(tier: RamTier, length_bytes: int, namespace: str = "default") -> 
     return places
 
 
+async def reserved(tier: RamTier, length_bytes: int) -> int:
+    """A place; there must be room."""
+    (place,) = await tier.reserve("default", [length_bytes])
+    assert isinstance(place, int)
+    return place
+
+
 def mapped_segments() -> int:
     """Segments in this process's address space, by the kernel's account."""
     return Path("/proc/self/maps").read_text().count("kvstored-ram")
@@ -333,10 +340,12 @@ async def test_a_kernel_that_gives_no_memory_is_down_for_a_while(
 async def test_a_cancelled_reserve_keeps_nothing(
     tier: RamTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tier.cancel([await reserved(tier, PAGE)])  # leaves a free slot of that size
     gate = Gate(Segment.populate)
     monkeypatch.setattr(Segment, "populate", lambda *args: gate(*args))
     task = asyncio.ensure_future(tier.reserve("default", [PAGE, 3 * PAGE]))
     await gate.reached()
+    assert tier.usage().charged_bytes == PAGE
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -346,6 +355,21 @@ async def test_a_cancelled_reserve_keeps_nothing(
     assert isinstance(place, int)
     assert tier.usage().charged_bytes == PAGE
     tier.cancel([place])
+
+
+async def test_reserves_that_wait_for_memory_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = RamTier(64 * MIB)  # the least segment has 8 slots of a page
+    await tier.open()
+    gate = Gate(Segment.populate)
+    monkeypatch.setattr(Segment, "populate", lambda *args: gate(*args))
+    waiting = [asyncio.ensure_future(tier.reserve("default", [PAGE])) for _ in range(8)]
+    await gate.reached()
+    assert tier.segments == 1
+    gate.open.set()
+    places = {place for (place,) in await asyncio.gather(*waiting)}
+    assert len(places) == 8
+    assert tier.segments == 1
+    await tier.close()
 
 
 async def test_many_reserves_at_once_stay_within_the_cap(tier: RamTier) -> None:
@@ -439,6 +463,13 @@ def test_planning_names_the_cheapest_step() -> None:
     free(1, 2)
     assert slabs.plan("one", 2 * PAGE, 0) is NoRoom.TIER, "five free slots: no slack left over"
     free(2, 1)
+    pinned = held[0][0]
+    assert pinned is not None
+    places.lease(pinned)
+    step = slabs.plan("one", 2 * PAGE, 0)
+    assert isinstance(step, Reclaim)
+    assert step.segment.used == 2, "what is leased cannot be moved"
+    places.release(pinned)
     step = slabs.plan("one", 2 * PAGE, 0)
     assert isinstance(step, Reclaim)
     assert step.segment.used == 1
@@ -496,7 +527,7 @@ async def test_lengths_that_no_object_has_are_refused(tier: RamTier) -> None:
 def test_a_segment_is_aligned_and_no_larger_than_asked(hugepages: bool) -> None:
     size_bytes = 4 * MIB + 3 * PAGE
     segment = Segment(size_bytes, hugepages)
-    segment.populate(0, size_bytes)
+    huge_bytes = segment.populate(0, size_bytes)
     segment.finish()
     held = os.fstat(segment.fd)
     assert held.st_size == held.st_blocks * 512 == size_bytes
@@ -505,8 +536,48 @@ def test_a_segment_is_aligned_and_no_larger_than_asked(hugepages: bool) -> None:
     assert not any(segment.memory)
     segment.memory[-1] = 7
     assert os.pread(segment.fd, 1, size_bytes - 1) == b"\x07"
-    assert segment.huge_bytes in (0, 4 * MIB)
+    assert huge_bytes <= huge_bytes_of(segment)
+    assert hugepages or not huge_bytes
     assert segment.close()
+
+
+async def test_mode_and_huge_bytes_say_what_was_had() -> None:
+    for hugepages in (False, True):
+        tier = RamTier(1024 * MIB, hugepages=hugepages)
+        assert tier.mode == "closed"
+        await tier.open()
+        (place,) = await tier.reserve("default", [8 * MIB])
+        assert isinstance(place, int)
+        segment = tier._growth.memory[tier.locate(place).segment_id]
+        assert tier.huge_bytes <= huge_bytes_of(segment)
+        assert tier.mode in ("memfd", "memfd_huge")
+        assert (tier.mode == "memfd_huge") >= (tier.huge_bytes > 0)
+        del segment
+        await tier.close()
+
+
+def test_small_pages_serve_where_huge_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "MADV_COLLAPSE", 9999)
+    segment = Segment(4 * MIB, hugepages=True)
+    assert segment.populate(0, 4 * MIB) == huge_bytes_of(segment) == 0
+    segment.finish()
+    assert os.fstat(segment.fd).st_blocks * 512 == 4 * MIB
+    assert segment.close()
+
+
+def huge_bytes_of(segment: Segment) -> int:
+    """Bytes in huge pages, by the kernel's account; the segment may lie in several maps."""
+    held_bytes, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            inside = (
+                segment.address
+                <= int(line.split("-")[0], 16)
+                < segment.address + len(segment.memory)
+            )
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            held_bytes += int(line.split()[1]) * KIB
+    return held_bytes
 
 
 def test_pages_are_touched_where_the_kernel_cannot_populate(

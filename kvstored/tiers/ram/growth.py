@@ -123,8 +123,9 @@ class Growth:
         results = await asyncio.gather(*jobs, return_exceptions=True)
         try:
             for result in results:
-                if result is not None:
+                if isinstance(result, BaseException):
                     raise result
+                segment.huge_bytes += result
             await self._run(segment.finish)
         except BaseException:
             await self._run(segment.close)

@@ -64,7 +64,7 @@ def populate(address: int, size_bytes: int) -> None:
     Kernels before 5.14 do not know the advice; there the pages are written to, so they must be
     fresh (zero).
     """
-    while _madvise(address, size_bytes, MADV_POPULATE_WRITE):
+    while size_bytes and _madvise(address, size_bytes, MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         if code == 22:  # EINVAL
             ctypes.memset(address, 0, size_bytes)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from pathlib import Path
 
 from kvstored.tiers.ram import pages
 from kvstored.tiers.ram.segment import SEALS, Segment
 
-_SMAPS = Path("/proc/self/smaps")
 _PROBE_BYTES = 2 * pages.HUGE_PAGE_BYTES
 
 
@@ -21,26 +19,14 @@ def probe(hugepages: bool) -> bool:
     """
     segment = Segment(_PROBE_BYTES, hugepages)
     try:
-        segment.populate(0, _PROBE_BYTES)
+        huge_bytes = segment.populate(0, _PROBE_BYTES)
         segment.finish()
         if fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
             raise OSError(errno.ENOTSUP, "seals were taken but are not there")
         try:
             os.pwrite(segment.fd, b"x", 0)
         except PermissionError:
-            return hugepages and _is_huge(segment.address)
+            return huge_bytes > 0
         raise OSError(errno.ENOTSUP, "sealed memory could be written")
     finally:
         segment.close()
-
-
-def _is_huge(address: int) -> bool:
-    """True when the mapping at this address has huge pages, by the kernel's own account."""
-    begins = f"{address:x}-"
-    inside = False
-    for line in _SMAPS.read_text().splitlines():
-        if line.startswith(begins):
-            inside = True
-        elif inside and line.startswith("ShmemPmdMapped:"):
-            return line.split()[1] != "0"
-    return False

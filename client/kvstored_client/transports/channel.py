@@ -67,4 +67,5 @@ def failure_of_status(status: Status) -> Failure:
 
 DEADLINE_PASSED = Failure(FailureKind.DEADLINE, "the deadline passed before the request was sent")
 CLIENT_CLOSED = Failure(FailureKind.CLOSED, "the client was closed")
+CUT_SHORT = Failure(FailureKind.UNREACHABLE, "the daemon ended the call while frames were sent")
 ENDED_EARLY = Failure(FailureKind.GARBAGE, "the stream ended before its last message")

@@ -19,10 +19,11 @@ from google.protobuf.message import Message
 
 from kvstored_client.failures import Failure, GarbageError
 from kvstored_client.proto import methods
-from kvstored_client.steps import Answer, Download, Step, Unary, Upload
+from kvstored_client.steps import Answer, Download, Sender, Step, Unary, Upload
 from kvstored_client.transports.channel import (
     CHANNEL_OPTIONS,
     CLIENT_CLOSED,
+    CUT_SHORT,
     DEADLINE_PASSED,
     ENDED_EARLY,
     failure_of_status,
@@ -112,18 +113,14 @@ class AsyncTransport:
             timeout=_left(step.deadline), metadata=self._metadata
         )
         try:
-            try:
-                await call.write(sender.header())
-                plan = await call.read()
-                if not isinstance(plan, bytes):
-                    return ENDED_EARLY
-                sender.plan(plan)
-                for frame in sender.frames():
-                    await call.write(frame)
-                await call.done_writing()
-            except asyncio.InvalidStateError:
-                # The daemon ended the call while frames were still being sent: its status says why.
-                return failure_of_status(await _status(call))
+            await call.write(sender.header())
+            plan = await call.read()
+            if not isinstance(plan, bytes):
+                return ENDED_EARLY
+            sender.plan(plan)
+            failure = await _send(call, sender)
+            if failure is not None:
+                return failure
             reply = await call.read()
             if not isinstance(reply, bytes):
                 return ENDED_EARLY
@@ -134,6 +131,22 @@ class AsyncTransport:
             sender.stop()
             call.cancel()
         return None
+
+
+async def _send(call: AsyncCall, sender: Sender) -> Failure | None:
+    try:
+        for frame in sender.frames():
+            await call.write(frame)
+        await call.done_writing()
+    except asyncio.InvalidStateError:
+        # The call has ended; its status says why.
+        return failure_of_status(await _status(call))
+    except grpc.aio.AioRpcError as error:
+        # A write that fails because the daemon ended the call hides the daemon's own status.
+        if error.code() is grpc.StatusCode.INTERNAL and not error.trailing_metadata():
+            return CUT_SHORT
+        raise
+    return None
 
 
 def _cancelling() -> bool:

@@ -53,11 +53,14 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded checkpoint: `tensors` are float32, contiguous, row-major [out, in], named as in
-    `transformers`' LlamaForCausalLM. Without "lm_head.weight" the embeddings are tied.
+    """A loaded checkpoint. `header_bytes` of its file come before the data.
+
+    `tensors` are float32, contiguous, row-major [out, in], named as in `transformers`'
+    LlamaForCausalLM. Without "lm_head.weight" the embeddings are tied.
     """
 
     path: Path
+    header_bytes: int
     config: LlamaConfig
     tokenizer: TokenizerSpec
     tensors: dict[str, torch.Tensor]
@@ -103,7 +106,7 @@ def load_gguf(path: Path) -> Checkpoint:
         for name, heads in (("q_proj", config.heads), ("k_proj", config.kv_heads)):
             key = f"{prefix}{name}.weight"
             tensors[key] = unpermute(tensors[key], heads)
-    return Checkpoint(path, config, _tokenizer_spec(path, fields), tensors)
+    return Checkpoint(path, reader.data_offset, config, _tokenizer_spec(path, fields), tensors)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:

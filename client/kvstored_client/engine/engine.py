@@ -25,7 +25,8 @@ class PromptError(ValueError):
 class Completion:
     """What came of one prompt.
 
-    `cached_tokens` of the prompt were not computed. `ttft_ms` is the time from the call to the
+    `cached_tokens` of the prompt were not computed, and `miss_reason` says why not more ("" where
+    all full chunks came, or no store is used). `ttft_ms` is the time from the call to the
     first token, loading included; `load_ms` is the part of it spent on the store.
     `logits` has one row [vocab_size] for each token, where asked for.
     """
@@ -35,6 +36,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     cached_tokens: int
     bytes_by_tier: Mapping[str, int]
+    miss_reason: str
     ttft_ms: float
     load_ms: float
     total_ms: float
@@ -105,6 +107,7 @@ class Engine:
             finish_reason="stop" if self._stops(token_ids, sampling) else "length",
             cached_tokens=cached,
             bytes_by_tier=loaded.bytes_by_tier,
+            miss_reason=loaded.reason,
             ttft_ms=ttft_ms,
             load_ms=load_ms,
             total_ms=_ms_since(started),

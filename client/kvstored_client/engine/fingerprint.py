@@ -37,7 +37,7 @@ def weights_fingerprint(path: Path, data_offset_bytes: int, cache_dir: Path | No
     )
     cache = (cache_dir or _user_cache_dir()) / "fingerprints.json"
     known = _read_cache(cache)
-    if identity in known:
+    if len(known.get(identity, "")) == 64:
         return known[identity]
     value = _compute(path, data_offset_bytes, stat.st_size)
     _write_cache(cache, {**known, identity: value})

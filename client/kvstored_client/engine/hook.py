@@ -35,6 +35,10 @@ class Matched(Protocol):
     def chunks(self) -> int:
         """Leading chunks that are held."""
 
+    @property
+    def reason(self) -> str:
+        """Why not more of them are; "" where all are."""
+
 
 class Got(Protocol):
     """What the hook reads of KVClient.get's answer."""
@@ -46,6 +50,10 @@ class Got(Protocol):
     @property
     def bytes_by_tier(self) -> Mapping[str, int]:
         """Where they came from, in bytes."""
+
+    @property
+    def reason(self) -> str:
+        """Why not more of them came; "" where all did."""
 
 
 class PutDone(Protocol):
@@ -71,10 +79,13 @@ class PrefixStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the store gave for one prompt: its leading chunks, in the first blocks of its table."""
+    """What the store gave for one prompt: its leading chunks, in the first blocks of its table.
+    `reason`: why not more of its full chunks; "" where all came.
+    """
 
     chunks: int = 0
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -148,16 +159,19 @@ class KVStoreHook:
         if full == 0:
             return Loaded()
         touched = 0
-        loaded = Loaded()
         try:
             prefix = self.family.prefix(token_ids[: full * CHUNK_TOKENS], request_salt)
-            touched = self._store.match(prefix).chunks
+            matched = self._store.match(prefix)
+            touched = matched.chunks
             if touched:
                 into = [self._pool.view(block) for block in table.blocks[:touched]]
                 got = self._store.get(prefix, into, start=0, stop=touched)
-                loaded = Loaded(got.chunks, dict(got.bytes_by_tier))
-        except Exception:
+                loaded = Loaded(got.chunks, dict(got.bytes_by_tier), got.reason or matched.reason)
+            else:
+                loaded = Loaded(reason=matched.reason)
+        except Exception as error:
             self._failed("load")
+            loaded = Loaded(reason=type(error).__name__)
         table.clear(loaded.chunks, touched)
         table.sealed = loaded.chunks
         self.stats.loaded_chunks += loaded.chunks

@@ -41,7 +41,9 @@ class Tokenizer:
         self.eos_id = spec.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Names of special tokens in it become those tokens."""
+        """Token ids of a text. Names of special tokens in it become those tokens; bytes that the
+        vocabulary lacks (of some control characters and of planes without characters) are lost.
+        """
         return list(self._bpe.encode(text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:

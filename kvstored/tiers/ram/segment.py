@@ -30,7 +30,7 @@ class Segment:
     def __init__(self, size_bytes: int, hugepages: bool) -> None:
         self.size_bytes = size_bytes
         self.huge_bytes = 0  # for the maker to note what `populate` said
-        self._hugepages = hugepages
+        self._hugepages = hugepages and size_bytes >= pages.HUGE_PAGE_BYTES
         self._fd = _memfd(size_bytes)
         try:
             self._map()

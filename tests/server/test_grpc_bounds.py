@@ -225,6 +225,19 @@ async def test_a_delete_begun_is_finished_without_its_caller(
     await served.idle()
 
 
+async def test_a_running_put_may_finish_while_draining(served: Served, wire: Wire) -> None:
+    put = OpenPut(wire, 1)
+    await to_thread(put.plan)
+    drained = asyncio.ensure_future(served.server.drain(10))
+    await asyncio.sleep(0)  # the drain begins
+    assert served.dispatcher.draining
+    put.feed.put(bytes(PART_BYTES))
+    put.end()
+    reply = pb.PutReply.FromString(await to_thread(next, put.call))
+    assert reply.states == bytes([pb.STORED])
+    assert await drained
+
+
 async def test_stop_ends_calls_that_outlive_the_grace(served: Served, wire: Wire) -> None:
     put = OpenPut(wire, 4)
     await to_thread(put.plan)

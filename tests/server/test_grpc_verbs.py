@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from asyncio import to_thread
 from collections.abc import AsyncIterator
@@ -236,26 +235,3 @@ async def test_draining_refuses_new_calls(served: Served, wire: Wire) -> None:
     assert isinstance(status, admin.StatusReply)
     assert status.phase == "draining"
     operator.close()
-
-
-async def test_a_running_put_may_finish_while_draining(served: Served) -> None:
-    wire = Wire(served.unix)
-    await to_thread(wire.hello)
-    loop = asyncio.get_running_loop()
-    drained: asyncio.Future[asyncio.Task[bool]] = loop.create_future()
-
-    def payload() -> object:
-        yield bytes(PART_BYTES - 1)
-
-        def drain() -> None:
-            drained.set_result(asyncio.ensure_future(served.server.drain(10)))
-
-        loop.call_soon_threadsafe(drain)
-        while not served.dispatcher.draining:
-            pass
-        yield b"x"
-
-    _, states = await to_thread(wire.put, header(1), payload())  # type: ignore[arg-type]
-    assert states == bytes([pb.STORED])
-    assert await (await drained)
-    wire.close()

@@ -1,0 +1,1 @@
+"""Benchmarks: `kvctl bench`. What they measure and print: docs/benchmarks.md."""

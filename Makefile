@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
-.PHONY: deps demo test lint format proto bench clean
+.PHONY: deps demo test lint format proto bench mutants clean
 
 deps: $(STAMP)
 
@@ -39,6 +39,10 @@ proto:
 	.venv-proto/bin/python -m grpc_tools.protoc -Iproto/kvstored/v1 \
 		--python_out=client/kvstored_client/proto --pyi_out=client/kvstored_client/proto \
 		proto/kvstored/v1/kvstore.proto proto/kvstored/v1/admin.proto
+
+# Breaks the code on purpose, rule by rule, and expects the tests to notice. Takes minutes.
+mutants: deps
+	$(BIN)/python tests/mutants.py
 
 bench: deps
 	$(BIN)/kvctl bench remote --json

@@ -5,12 +5,11 @@ from __future__ import annotations
 from kvstored import errors
 from kvstored.store.api import Family, PartInfo
 from kvstored.tiers.base import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES
-from kvstored_client.identity import GroupRule, fingerprint_of_spec
+from kvstored_client.identity import MAX_CHUNK_TOKENS, GroupRule, fingerprint_of_spec
 from kvstored_client.proto import kvstore_pb2 as pb
 
 MAX_FAMILIES = 4096
 MAX_PARTS = 4096
-MAX_CHUNK_TOKENS = 1 << 20
 
 _RULES = {
     pb.GroupSpec.ALL: lambda group: GroupRule.all(),

@@ -30,9 +30,10 @@ def needed_chunks(run: Run, boundary: int) -> dict[str, range]:
     """Per group, the chunks of the run that a boundary after `boundary` chunks of it needs."""
     family = run.family
     first = run.start
+    end_token = run.end_token if boundary == len(run.keys) else 0
     needed = {}
     for group, rule in family.rules.items():
-        chunks = rule.chunks_needed(first + boundary, family.chunk_tokens)
+        chunks = rule.chunks_needed(first + boundary, family.chunk_tokens, end_token)
         needed[group] = range(max(chunks.start - first, 0), max(chunks.stop - first, 0))
     return needed
 
@@ -131,6 +132,7 @@ class Lookup:
             {group: run.family.rules[group] for group in groups},
             run.family.chunk_tokens,
             start=run.start,
+            end_token=run.end_token,
         )
         needed = needed_chunks(run, boundary)
         for i in range(boundary):

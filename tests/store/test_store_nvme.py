@@ -122,6 +122,11 @@ async def test_deletes_hold_after_a_restart_even_while_being_written(tmp_path: P
         await c.put(kept, [payload(i, MIB) for i in range(2)], durable=True)
         await c.put(gone, [payload(i, MIB) for i in range(2)])  # still on its way down
         assert await store.delete(gone) == 2
+        old = c.run(tokens(3, seed=3))
+        await c.put(old, [payload(i, MIB) for i in range(3)], durable=True)
+        assert store.tiers[2].usage().objects == 5
+        assert await store.delete(old) == 3
+        assert store.tiers[2].usage().objects == 2, "answered before the delete held"
         assert c.states(gone) == [pb.MISS_DELETED] * 2
     async with open_store(tmp_path) as store:
         c = await client(store, size=MIB)

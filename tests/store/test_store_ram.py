@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -234,6 +235,34 @@ async def test_group_rules_decide_the_boundary_and_what_is_read() -> None:
         got, states = await c.get(only_states)
         assert sorted(got) == [3]
         assert list(states) == [pb.NOT_NEEDED] * 3 + [pb.IN_RAM]
+
+
+async def test_a_short_last_chunk_counts_its_own_tokens_in_a_window() -> None:
+    groups = {"window": GroupRule.trailing(64)}
+    async with open_store() as store:
+        c = await client(store, parts=[KVPart("w", nbytes=4096, group="window")], groups=groups)
+        prompt = tokens(3)[:140]  # chunks of 64, 64 and 12: the window reaches into the second
+        run = c.run(prompt)
+        await c.put(run, [b"", b"", payload(2, 4096)])
+        assert store.match(run, pb.PREFIX, pb.DEPTH_NODE).chunks == 0
+        await c.put(run, [b"", payload(1, 4096), b""])
+        assert store.match(run, pb.PREFIX, pb.DEPTH_NODE).chunks == 3
+        assert sorted((await c.get(run))[0]) == [1, 2]
+
+
+async def test_equal_keys_in_one_run_are_one_chunk() -> None:
+    async with open_store() as store:
+        c = await client(store)
+        prefix = c.kv.foreign([b"x", b"x", b"y"])
+        packed = prefix.keys(bytes(32))
+        run = c.run(tokens(3))
+        run = dataclasses.replace(run, keys=[packed[i : i + 32] for i in range(0, 96, 32)])
+        states = await c.put(run, [payload(1, SIZE), payload(1, SIZE), payload(2, SIZE)])
+        assert list(states) == [pb.STORED, pb.EXISTED, pb.STORED]
+        got, _ = await c.get(run)
+        assert got == {0: payload(1, SIZE), 1: payload(1, SIZE), 2: payload(2, SIZE)}
+        assert await store.delete(run) == 2
+        assert store.ram.usage().objects == 0
 
 
 async def test_a_prefix_is_held_only_with_every_part_asked_for() -> None:

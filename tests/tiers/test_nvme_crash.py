@@ -24,6 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS_A_RUN = 100_000
 
 
+def child_environment() -> dict[str, str]:
+    """Of a child that imports the package and the tests as this process does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
 @dataclass
 class Journal:
     """What the child said of each object, by seed."""
@@ -56,7 +61,7 @@ async def storm(directory: Path, first_seed: int, lines: int, journal: Journal) 
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tiers.nvme_crash_child", str(directory), str(first_seed),
         stdout=asyncio.subprocess.PIPE, cwd=ROOT / "tests",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+        env=child_environment(),
     )  # fmt: skip
     assert child.stdout is not None
     assert await child.stdout.readline() == b"ready\n"
@@ -131,6 +136,46 @@ async def test_write_that_never_was_committed_cannot_come_back(tmp_path: Path) -
     assert read_volume(tmp_path) == []
     shutil.rmtree(tmp_path / "index")
     assert len((await reopen(tmp_path, [sample])).recovered.place) == 0
+
+
+DIE_BEFORE_COMMIT = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvstored.io.base import RealFiles
+from kvstored.io.faults import Fault, FaultyFiles
+from tiers.conformance import make_sample, store
+from tiers.nvme_helpers import make_tier
+
+class Dying(FaultyFiles):
+    slots_written = 0
+    def pwritev(self, fd, buffers, offset):
+        done = super().pwritev(fd, buffers, offset)
+        self.slots_written += done > 8192
+        return done
+    def commit(self, path, action):
+        if self.slots_written:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().commit(path, action)
+
+async def main():
+    tier = make_tier(Path(sys.argv[1]), Dying(RealFiles()))
+    await tier.open()
+    await store(tier, [make_sample(600_000, 1)])
+
+asyncio.run(main())
+"""
+
+
+async def test_crash_before_the_commit_leaves_a_slot_that_was_open(tmp_path: Path) -> None:
+    """So that the next start finds its header, and voids it."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", DIE_BEFORE_COMMIT, str(tmp_path), env=child_environment()
+    )
+    assert await child.wait() == -9
+    assert len(read_volume(tmp_path)) == 1
+    found = await reopen(tmp_path, [])
+    assert len(found.recovered.place) == 0
+    assert read_volume(tmp_path) == []
 
 
 async def test_payload_that_looks_like_a_header_is_none(tmp_path: Path) -> None:

@@ -39,6 +39,19 @@ async def tier(tmp_path: Path, files: FaultyFiles) -> AsyncIterator[NvmeTier]:
     await made.close()
 
 
+class Gate(threading.Event):
+    """For `Fault.stuck`: `entered` is set once somebody is stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._loop.call_soon_threadsafe(self.entered.set)
+        return super().wait(timeout)
+
+
 async def try_write(tier: NvmeTier, length: int = LENGTH, seed: int = 1) -> WriteOutcome:
     sample = make_sample(length, seed)
     place = await reserve_one(tier, sample)
@@ -209,26 +222,17 @@ async def test_deletes_work_on_a_full_volume(tier: NvmeTier, files: FaultyFiles)
 async def test_cancelled_read_waits_for_a_stuck_device(tier: NvmeTier, files: FaultyFiles) -> None:
     samples = [make_sample(MIB, seed) for seed in range(12)]
     places = await store(tier, samples)
-    entered = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    class Gate(threading.Event):
-        """Says that somebody is stuck."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            loop.call_soon_threadsafe(entered.set)
-            return super().wait(timeout)
-
     release = Gate()
     files.inject(Fault("preadv", "*/data", stuck=release))
     reads = [want(p, s) for p, s in zip(places, samples, strict=True)]
     task = asyncio.ensure_future(tier.read(reads))
-    await entered.wait()
+    await release.entered.wait()
     task.cancel()
     for _ in range(50):
         await asyncio.sleep(0)  # the loop runs on
-    assert not task.done(), "its buffers are still in use"
+    early = task.done()
     release.set()
+    assert not early, "its buffers are still in use"
     with pytest.raises(asyncio.CancelledError):
         await task
     for read in reads:
@@ -236,6 +240,25 @@ async def test_cancelled_read_waits_for_a_stuck_device(tier: NvmeTier, files: Fa
     files.clear()
     await assert_holds(tier, places[0], samples[0])
     assert all(np.all(np.frombuffer(read.into, np.uint8) == 0x77) for read in reads)
+
+
+async def test_delete_waits_for_a_stuck_reader(tier: NvmeTier, files: FaultyFiles) -> None:
+    sample = make_sample(LENGTH, 1)
+    (place,) = await store(tier, [sample])
+    release = Gate()
+    files.inject(Fault("preadv", "*/data", stuck=release, times=1))
+    reading = asyncio.ensure_future(tier.read([want(place, sample)]))
+    await release.entered.wait()
+    deleting = asyncio.ensure_future(tier.delete([place]))
+    await store(tier, [make_sample(LENGTH, 2)])  # a whole commit goes by
+    early = deleting.done()
+    late = await tier.read([want(place, sample)])
+    release.set()
+    assert await reading == [ReadOutcome.OK]
+    await deleting
+    assert not early
+    assert late == [ReadOutcome.CORRUPT], "nobody new gets in"
+    assert tier.usage().objects == 1
 
 
 async def test_many_objects_share_a_commit(tier: NvmeTier, files: FaultyFiles) -> None:

@@ -156,9 +156,11 @@ class Putter:
         opened = self._open.pop(ticket.ticket_id)
         ns, offer = opened.ns, opened.offer
         states = ticket.states
-        for got in sorted(received, key=lambda r: r.index):
-            states[got.index] = self._publish(opened, got)
-        self._ram.cancel(list(opened.places.values()))
+        try:
+            for got in sorted(received, key=lambda r: r.index):
+                states[got.index] = self._publish(opened, got)
+        finally:
+            self._ram.cancel(list(opened.places.values()))
         for index in opened.places:
             if states[index] == pb.WANTED:
                 states[index] = pb.REFUSED_DEADLINE

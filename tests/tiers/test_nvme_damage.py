@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import pytest
 from tiers.conformance import KIB, MIB, Sample, assert_holds, make_sample, store
 from tiers.nvme_helpers import (
@@ -352,6 +353,34 @@ async def test_small_objects_are_lost_and_counted(
     assert found.recovered.dropped == {"small_environment_lost": 1}
     assert found.good == large(volume)
     assert found.corrupt == set()
+
+
+async def test_damaged_record_of_a_small_object(tmp_path: Path) -> None:
+    """It is dropped, and so are its bytes; the others stay."""
+    volume = await make_volume(tmp_path, [4 * KIB, 5 * KIB, 64 * KIB, MIB])
+    hurt, others = split(volume, 5 * KIB)
+
+    def look(damage: bool) -> tuple[int, int]:
+        """Number of records and of payload chunks."""
+        with lmdb.open(str(tmp_path / "small"), max_dbs=5) as env:
+            records = env.open_db(b"records", dupsort=True, dupfixed=True)
+            with env.begin(write=True) as txn:
+                for key, row in txn.cursor(records) if damage else ():
+                    if hurt.meta.key in row:
+                        bad = row.replace(hurt.meta.key, bytes(32))
+                        txn.delete(key, row, db=records)
+                        txn.put(key, bad, db=records)
+                        break
+                payload = env.open_db(b"payload", txn)
+                return txn.stat(records)["entries"], txn.stat(payload)["entries"]
+
+    assert look(damage=True) == (3, 2 + 2 + 17)
+    found = await reopen(tmp_path, list(volume.values()))
+    assert found.good == others
+    assert found.recovered.dropped == {"small_record_damaged": 1}
+    assert look(damage=False) == (2, 2 + 17)
+    again = await reopen(tmp_path, list(volume.values()))
+    assert (again.good, again.recovered.dropped) == (others, {})
 
 
 @pytest.mark.parametrize("seed", range(4))

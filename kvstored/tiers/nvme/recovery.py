@@ -59,13 +59,10 @@ def recover(volume: Volume) -> Recovery:
     table, lost = volume.data.read_table(volume.regions)
     if lost:
         volume.problems.append(f"{lost} regions given up: both copies of their entry are damaged")
-    with ThreadPoolExecutor(2, thread_name_prefix="nvme-walk") as pool:
-        small_found = pool.submit(_walk, volume, SMALL)
-        index_found = _walk(volume, INDEX)
-        small = small_found.result()
+    index_found, small_found = _walk_both(volume)
     dropped: Counter[str] = Counter()
     index, index_env = _index(volume, table, index_found, dropped)
-    small, small_env = _small(volume, small, dropped)
+    small, small_env = _small(volume, small_found, dropped)
     _void_unfinished(volume, table, index)
     last = max(
         (int(r["sequence"].max()) for r in (index.records, small.records) if len(r)), default=0
@@ -82,19 +79,36 @@ def recover(volume: Volume) -> Recovery:
     )
 
 
-def _walk(volume: Volume, name: str) -> Loaded | str:
-    """The environment's contents, or why it cannot be trusted."""
+def _walk_both(volume: Volume) -> tuple[Loaded | str, Loaded | str]:
+    """What the environments hold, or why one cannot be trusted.
+
+    One child reads both; only if that fails does each get a child of its own.
+    """
     if volume.fresh:
-        return Loaded()
-    path = volume.directory / name
+        return Loaded(), Loaded()
     try:
-        held = volume.files.stat(path / "data.mdb").st_size
-        if name == SMALL and held > volume.plan.small_bytes:
-            return _TOO_LARGE
-        limit = held // record.RECORD_BYTES
-        return walk(path, volume.superblock.volume, limit, volume.settings.walk_timeout_s)
+        index, small = _walk(volume, (INDEX, SMALL))
+    except (WalkError, OSError):
+        return _walk_alone(volume, INDEX), _walk_alone(volume, SMALL)
+    return index, small
+
+
+def _walk_alone(volume: Volume, name: str) -> Loaded | str:
+    try:
+        return _walk(volume, (name,))[0]
     except (WalkError, OSError) as error:
         return str(error)
+
+
+def _walk(volume: Volume, names: Sequence[str]) -> list[Loaded]:
+    """Have environments walked. Raises WalkError or OSError."""
+    environments = []
+    for name in names:
+        held = volume.files.stat(volume.directory / name / "data.mdb").st_size
+        if name == SMALL and held > volume.plan.small_bytes:
+            raise WalkError(_TOO_LARGE)
+        environments.append((volume.directory / name, held // record.RECORD_BYTES))
+    return walk(volume.superblock.volume, environments, volume.settings.walk_timeout_s)
 
 
 # ---- objects in slots ---------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""The child process that reads an LMDB environment at start, so that the daemon need not.
+"""The child process that reads LMDB environments at start, so that the daemon need not.
 
 A truncated LMDB file kills the process that reads it (SIGBUS), and a damaged one may do worse. The
-child checks the environment, writes its contents to the descriptor it was given (records, then a
-JSON document) and prints the size of both. Exit status 3, with a message on stderr, is a complaint.
+child checks each environment, writes its contents to the descriptor it was given (records, then a
+JSON document) and prints the sizes of both. Exit status 3, with a message on stderr, is a
+complaint.
 
-    python -m kvstored.tiers.nvme.walk DIRECTORY VOLUME_HEX MAX_RECORDS FD
+    python -m kvstored.tiers.nvme.walk VOLUME_HEX FD (DIRECTORY MAX_RECORDS)...
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ class ComplaintError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Walk one environment; the exit status."""
-    directory, volume, limit, fd = Path(argv[1]), bytes.fromhex(argv[2]), int(argv[3]), int(argv[4])
+    """Walk the environments; the exit status."""
+    volume, fd = bytes.fromhex(argv[1]), int(argv[2])
     try:
-        sizes = walk(directory, volume, limit, fd)
+        sizes = [
+            walk(Path(directory), volume, int(limit), fd)
+            for directory, limit in zip(argv[3::2], argv[4::2], strict=True)
+        ]
     except (ComplaintError, lmdb.Error, OSError, ValueError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return _COMPLAINT

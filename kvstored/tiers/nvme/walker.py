@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,25 +34,35 @@ class Loaded:
     rejected: list[tuple[bytes, bytes]] = field(default_factory=list)  # those, as they were stored
 
 
-def walk(directory: Path, volume: bytes, limit: int, timeout_s: float) -> Loaded:
-    """Have a child read an environment of at most `limit` records. Raises WalkError."""
+def walk(volume: bytes, environments: Sequence[tuple[Path, int]], timeout_s: float) -> list[Loaded]:
+    """Have a child read environments, given with the most records each can have.
+
+    Raises WalkError if any of them is not to be trusted; which, only a child of its own can tell.
+    """
     fd = os.memfd_create("kvstored-walk", os.MFD_CLOEXEC)
     try:
-        sizes = _run(directory, volume, limit, fd, timeout_s)
+        sizes = _run(volume, environments, fd, timeout_s)
         total = os.fstat(fd).st_size
-        if total != sum(sizes) or not total:
+        if total != sum(map(sum, sizes)) or len(sizes) != len(environments):
             raise WalkError("the child's answer is incomplete")
         shared = memoryview(mmap.mmap(fd, total, access=mmap.ACCESS_READ))
     finally:
         os.close(fd)
-    document = json.loads(bytes(shared[sizes[0] :]))
-    return _loaded(shared[: sizes[0]], document)
+    found = []
+    for rows, document in sizes:
+        found.append(_loaded(shared[:rows], json.loads(bytes(shared[rows : rows + document]))))
+        shared = shared[rows + document :]
+    return found
 
 
-def _run(directory: Path, volume: bytes, limit: int, fd: int, timeout_s: float) -> list[int]:
+def _run(
+    volume: bytes, environments: Sequence[tuple[Path, int]], fd: int, timeout_s: float
+) -> list[list[int]]:
     """Spawn the child and wait; the sizes it printed."""
     command = [sys.executable, "-m", WALKER_MODULE]
-    arguments = [str(directory), volume.hex(), str(limit), str(fd)]
+    arguments = [volume.hex(), str(fd)]
+    for directory, limit in environments:
+        arguments += [str(directory), str(limit)]
     try:
         done = subprocess.run(
             command + arguments,
@@ -67,8 +78,7 @@ def _run(directory: Path, volume: bytes, limit: int, fd: int, timeout_s: float) 
         said = done.stderr.decode(errors="replace").strip()[-_MESSAGE_BYTES:]
         died = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
         raise WalkError(f"{died}: {said}" if said else died)
-    sizes = json.loads(done.stdout)
-    return [int(size) for size in sizes]
+    return [[int(rows), int(document)] for rows, document in json.loads(done.stdout)]
 
 
 def _loaded(rows: memoryview, document: dict[str, object]) -> Loaded:

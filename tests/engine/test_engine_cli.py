@@ -1,0 +1,178 @@
+"""`python -m kvstored_client.engine`, and the parts of the demo that do not need the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstored_client.engine import demo
+from kvstored_client.engine.__main__ import default_target, main
+from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
+from kvstored_client.engine.engine import Completion
+from kvstored_client.engine.tokenizer import Tokenizer
+
+GIVE_UP_S = 110.0
+
+
+def test_answers_without_a_daemon_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstored_client.engine", "--prompt", "Say hello."]
+    options = ["--target", f"unix://{tmp_path}/none.sock", "--max-tokens", "2", "--json"]
+    done = subprocess.run(
+        [*command, *options, "--context", "256"],
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        check=True,
+    )
+    answer = json.loads(done.stdout)
+    assert answer["model"] == "SmolLM2-135M-Instruct"
+    assert len(answer["token_ids"]) == 2
+    assert answer["finish_reason"] == "length"
+    assert answer["cached_tokens"] == 0
+    assert done.stderr.startswith("kvstored is away, going on without it: ")
+    assert (tmp_path / "kvstored" / "fingerprints.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--target", "localhost"], "target 'localhost' is not understood"),
+        (["--model", "/nonexistent.gguf", "--no-store"], "/nonexistent.gguf"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(
+    options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--prompt", "x", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+def test_default_target_is_where_a_daemon_listens_by_default() -> None:
+    assert default_target({"KVSTORED_TARGET": "dns:///a:1"}) == "dns:///a:1"
+    assert default_target({"XDG_RUNTIME_DIR": "/r"}) == "unix:///r/kvstored/kvstored.sock"
+    uid = os.getuid()
+    home = "/run/kvstored" if uid == 0 else f"/t/kvstored-{uid}"
+    assert default_target({"TMPDIR": "/t"}) == f"unix://{home}/kvstored.sock"
+
+
+def completion(
+    tokens: list[int], cached: int, tier: str = "", ttft_ms: float = 100.0
+) -> Completion:
+    tiers = {tier: cached} if tier else {}
+    return Completion(2000, tokens, "length", cached, tiers, "", ttft_ms, 0.0, ttft_ms)
+
+
+def four_passes(tokens_after_restart: list[int], hit_after_restart: int) -> list[demo.Pass]:
+    return [
+        demo.Pass("off", [completion([1, 2], 0, ttft_ms=t) for t in (900.0, 1000.0, 1100.0)]),
+        demo.Pass("empty", [completion([1, 2], 0)] * 3),
+        demo.Pass("warm", [completion([1, 2], 1984, "ram", 50.0)] * 3),
+        demo.Pass(
+            "restarted", [completion(tokens_after_restart, hit_after_restart, "nvme", 60.0)] * 3
+        ),
+    ]
+
+
+def test_report_of_a_good_run() -> None:
+    report, good = demo._report("m", four_passes([1, 2], 1984))
+    assert good
+    assert report == {
+        "model": "m",
+        "prompts": 3,
+        "prompt_tokens": 6000,
+        "cold_ttft_ms_p50": 1000.0,
+        "warm_ttft_ms_p50": 50.0,
+        "ttft_speedup": 20.0,
+        "hit_tokens": 5952,
+        "miss_tokens": 48,
+        "tokens_identical": True,
+        "after_restart": {"hit_tokens": 5952, "ttft_ms_p50": 60.0},
+    }
+
+
+def test_a_differing_token_or_a_lost_hit_fails_the_demo() -> None:
+    report, good = demo._report("m", four_passes([1, 3], 1984))
+    assert (report["tokens_identical"], good) == (False, False)
+    report, good = demo._report("m", four_passes([1, 2], 1920))
+    assert (report["tokens_identical"], good) == (True, False)
+
+
+def test_document_is_long_enough(tokenizer: Tokenizer) -> None:
+    text = Path(demo.__file__).with_name("data") / "constitution.txt"
+    assert len(tokenizer.encode(text.read_text())) >= 1500
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_private_daemon_starts_again_and_leaves_nothing() -> None:
+    with PrivateDaemon("64MiB", "128MiB") as daemon:
+        daemon.start()
+        first = daemon.pid
+        daemon.stop()
+        daemon.start()
+        second = daemon.pid
+        folder = daemon.folder
+        assert folder.is_dir()
+    assert first != second
+    assert gone(first)
+    assert gone(second)
+    assert not folder.exists()
+
+
+def test_a_daemon_that_does_not_start_is_reported_with_what_it_said() -> None:
+    with (
+        pytest.raises(DaemonFailed, match=r"ended while starting(.|\n)*cap_bytes"),
+        PrivateDaemon(ram_cap="12 parsecs") as daemon,
+    ):
+        folder = daemon.folder
+        daemon.start()
+    assert not folder.exists()
+
+
+INTERRUPTED = """
+import signal, sys
+from kvstored_client.engine import demo
+from kvstored_client.engine.demo_daemon import PrivateDaemon
+
+def work():
+    with PrivateDaemon("64MiB", "128MiB") as daemon:
+        daemon.start()
+        print(daemon.pid, daemon.folder, flush=True)
+        signal.pause()
+
+demo._demo = work
+sys.exit(demo.main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_demo_leaves_nothing(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        pid, folder = child.stdout.readline().split()
+        child.send_signal(number)
+        rest = child.stdout.read()
+        assert child.wait(GIVE_UP_S) == 130
+    assert "stopped" in rest
+    assert gone(int(pid))
+    assert not Path(folder).exists()

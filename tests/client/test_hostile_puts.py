@@ -12,7 +12,9 @@ from client_kinds import MakeClient, OnLoop, make_client
 from wire_server import FAMILY, OBJECT_BYTES, WireServer, payload, refuse, wire_server
 
 from kvstored_client import PutState
+from kvstored_client.buffers import Want, sources
 from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.sending import PutSender
 
 __all__ = ["make_client"]
 CHUNKS = 4
@@ -206,3 +208,40 @@ def test_a_daemon_that_stops_reading_costs_the_deadline_and_no_later_read(
     assert result.reason == "deadline"
     sent = b"".join(came)
     assert sent == b"".join(DATA)[: len(sent)]
+
+
+def sender_of(memory: np.ndarray) -> PutSender:
+    want = Want(np.full(CHUNKS, OBJECT_BYTES), np.ones(CHUNKS, np.bool_), ["it"] * CHUNKS)
+    sender = PutSender(
+        sources(memory, want), 0, [OBJECT_BYTES] * CHUNKS, lambda: pb.PutHeader(ttl_ms=1)
+    )
+    sender.header()
+    sender.plan(WANT_ALL)
+    return sender
+
+
+def test_frames_are_cut_from_objects_back_to_back() -> None:
+    frames = list(sender_of(np.frombuffer(b"".join(DATA), np.uint8)).frames())
+    assert b"".join(frames) == b"".join(DATA)
+    assert {len(frame) for frame in frames[:-1]} == {30_000}
+
+
+def test_a_stopped_sender_reads_no_memory_of_the_caller() -> None:
+    # grpc's thread may ask for a frame at the very moment at which the call returns.
+    memory = np.frombuffer(b"".join(DATA), np.uint8).copy()
+    sender = sender_of(memory)
+    frames = sender.frames()
+    assert next(frames) == b"".join(DATA)[:30_000]
+    sender.stop()
+    assert next(frames, None) is None
+
+
+def test_stop_waits_for_the_frame_that_is_being_made() -> None:
+    sender = sender_of(np.frombuffer(b"".join(DATA), np.uint8))
+    stopped = threading.Thread(target=sender.stop)
+    with sender._lock:  # as `frames` holds it while it copies
+        stopped.start()
+        stopped.join(0.1)
+        assert stopped.is_alive()
+    stopped.join(30)
+    assert not stopped.is_alive()

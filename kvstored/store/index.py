@@ -167,10 +167,13 @@ class ChunkIndex:
             self._link(parent, chunk)
         elif parent_key:
             self._orphans.setdefault(parent_key, set()).add(chunk)
-        for orphan in self._orphans.pop(self.keys[chunk], ()):
+        key = self.keys[chunk]
+        for orphan in self._orphans.pop(key, ()):
             if orphan == chunk or self._is_ancestor(orphan, chunk):
-                continue  # keys that a client made up can name each other in a circle
-            self._link(chunk, orphan)
+                # Keys that a client made up can name each other in a circle: it stays an orphan.
+                self._orphans.setdefault(key, set()).add(orphan)
+            else:
+                self._link(chunk, orphan)
 
     def _is_ancestor(self, candidate: int, chunk: int) -> bool:
         while chunk != NONE:

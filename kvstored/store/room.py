@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from kvstored.errors import KvstoredError
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
@@ -82,7 +83,10 @@ class Room:
                 scope = ns if refusal is NoRoom.NAMESPACE else None
                 if refusal in (NoRoom.NEVER, NoRoom.DOWN) or not self._evict(tier, scope, missing):
                     return [*places, *([refusal] * len(missing))]
-                await self._trash.flush(tier)
+                try:
+                    await self._trash.flush(tier)
+                except KvstoredError:  # the device takes no deletes: no room will come of them
+                    return [*places, *([NoRoom.DOWN] * len(missing))]
         except asyncio.CancelledError:
             self._tiers[tier].cancel([p for p in places if isinstance(p, int)])
             raise

@@ -136,6 +136,10 @@ class Store:
             left = max(0.05, until - time.monotonic())
             try:
                 await asyncio.wait_for(self._close_tier(tier), left)
+            except errors.KvstoredError as error:
+                log.error("deletes did not become durable", extra={"fields": {"error": str(error)}})
+            except errors.KvstoredError as error:
+                log.warning("deletes are not durable", extra={"fields": {"error": str(error)}})
             except TimeoutError:
                 log.warning(
                     "tier did not close in time", extra={"fields": {"tier": tier.kind.name}}
@@ -145,8 +149,10 @@ class Store:
     async def _close_tier(self, tier: Tier) -> None:
         if tier is self.nvme and self._loader is not None:
             await self._loader.close()
-        await self._trash.flush(tier.kind)
-        await tier.close()
+        try:
+            await self._trash.flush(tier.kind)
+        finally:
+            await tier.close()
 
     async def _sweep(self) -> None:
         """Drop chunks whose time is over, a slice of each namespace at a time."""
@@ -264,7 +270,8 @@ class Store:
     async def delete(self, run: Run, corrupt: bool = False) -> int:
         """Drop the run's chunks, and what lies below them, from every tier; durably.
 
-        Only the keys named count in the answer.
+        Raises KvstoredError where a device cannot be told: nothing reads them in this run, but the
+        delete is not sure to outlive it. Only the keys named count in the answer.
         """
         ns = self.namespace(run.namespace)
         state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvstored.io.base import Files, RealFiles
 from kvstored.store.api import Family, Grant, PutOffer, Received, Run
 from kvstored.store.loader import piece_checksums
 from kvstored.store.reading import GetStream
@@ -39,10 +40,15 @@ async def open_store(
     nvme_bytes: int = 64 * MIB,
     settings: StoreSettings | None = None,
     ram_caps: dict[str, int] | None = None,
+    files: Files | None = None,
 ) -> AsyncIterator[Store]:
     """A store that is open; NVMe only where a directory is given."""
     ram = RamTier(ram_bytes, (lambda n: ram_caps.get(n, ram_bytes)) if ram_caps else None)
-    nvme = NvmeTier(directory, nvme_bytes) if directory is not None else None
+    nvme = (
+        NvmeTier(directory, nvme_bytes, files=files or RealFiles())
+        if directory is not None
+        else None
+    )
     supervisor = Supervisor(fail_on_death)
     store = Store(ram, nvme, settings or StoreSettings(), supervisor)
     await store.open()

@@ -1,0 +1,65 @@
+"""A failing device costs durability and misses, said as such, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+from store.support_store import MIB, client, open_store, payload, settle, tokens
+
+from kvstored.errors import KvstoredError
+from kvstored.io.base import RealFiles
+from kvstored.io.faults import Fault, FaultyFiles
+from kvstored_client.proto import kvstore_pb2 as pb
+
+
+async def test_a_device_that_takes_no_writes_leaves_objects_in_ram(tmp_path: Path) -> None:
+    files = FaultyFiles(RealFiles())
+    async with open_store(tmp_path, files=files) as store:
+        c = await client(store, size=MIB)
+        files.inject(Fault("pwritev", "*/data", error=errno.EIO))
+        run = c.run(tokens(2))
+        data = [payload(i, MIB) for i in range(2)]
+        states = await c.put(run, data, durable=True)
+        assert list(states) == [pb.STORED_NOT_DURABLE] * 2
+        assert (await c.get(run))[0] == dict(enumerate(data))
+        assert store.writer is not None
+        assert sum(store.writer.not_written.values()) == 2
+        files.clear()
+        later = c.run(tokens(2, seed=5))
+        while list(await c.put(later, data, durable=True)) != [pb.STORED] * 2:
+            await store.delete(later)  # the tier probes a device that failed by itself
+        await settle(store)
+        assert c.states(run) == [pb.IN_RAM] * 2
+
+
+async def test_a_device_that_gives_no_reads_is_a_miss_until_it_does(tmp_path: Path) -> None:
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        await c.put(c.run(tokens(2)), [payload(i, MIB) for i in range(2)], durable=True)
+    files = FaultyFiles(RealFiles())
+    async with open_store(tmp_path, files=files) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(2))
+        files.inject(Fault("preadv", "*/data", error=errno.EIO, times=2))
+        got, states = await c.get(run)
+        assert pb.MISS_TIER_DOWN in states
+        assert store.ram.leased_bytes == 0
+        while len(got) < 2:
+            got, states = await c.get(run)
+        assert got == {i: payload(i, MIB) for i in range(2)}
+
+
+async def test_a_delete_that_the_device_refuses_is_not_answered_as_done(tmp_path: Path) -> None:
+    files = FaultyFiles(RealFiles())
+    async with open_store(tmp_path, files=files) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(2))
+        await c.put(run, [payload(i, MIB) for i in range(2)], durable=True)
+        for operation in ("pwritev", "fdatasync", "commit"):
+            files.inject(Fault(operation, "*", error=errno.EIO))
+        with pytest.raises(KvstoredError, match="durable"):
+            await store.delete(run)
+        assert c.states(run) == [pb.MISS_DELETED] * 2
+        files.clear()

@@ -137,8 +137,6 @@ class Store:
             try:
                 await asyncio.wait_for(self._close_tier(tier), left)
             except errors.KvstoredError as error:
-                log.error("deletes did not become durable", extra={"fields": {"error": str(error)}})
-            except errors.KvstoredError as error:
                 log.warning("deletes are not durable", extra={"fields": {"error": str(error)}})
             except TimeoutError:
                 log.warning(

@@ -1,0 +1,49 @@
+"""Which daemon, as whom."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvstored.config.host import runtime_dir
+from kvstored.kvctl.selection import Mistake, read_text
+from kvstored.kvctl.wire import Wire
+from kvstored_client import KVClient
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Which daemon, as whom, how long. `explicit`: the target was given, not the default."""
+
+    target: str
+    namespace: str
+    token: str | None
+    timeout_s: float
+    explicit: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, environ: Mapping[str, str]) -> Access:
+        """From arguments and environment. Raises Mistake."""
+        given = args.target or environ.get("KVCTL_TARGET")
+        token = environ.get("KVCTL_TOKEN")
+        file = args.token_file or environ.get("KVCTL_TOKEN_FILE")
+        if file and (args.token_file or not token):
+            token = read_text("--token-file", file).strip()
+            if not token:
+                raise Mistake(f"--token-file {file} is empty")
+        return cls(
+            target=given or f"unix://{runtime_dir(environ) / 'kvstored.sock'}",
+            namespace=args.namespace or environ.get("KVCTL_NAMESPACE") or "default",
+            token=token or None,
+            timeout_s=args.timeout,
+            explicit=bool(given),
+        )
+
+    def client(self, target: str | None = None) -> KVClient:
+        """A client of the daemon."""
+        return KVClient(target or self.target, self.namespace, self.token)
+
+    def wire(self) -> Wire:
+        """The same for raw keys."""
+        return Wire(self.target, self.namespace, self.token, self.timeout_s)

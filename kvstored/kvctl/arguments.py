@@ -1,0 +1,142 @@
+"""The command line of kvctl. Parsing only."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeAlias
+
+from kvstored import __version__
+
+_CHUNKS = "chunks are named by --family and --token-ids, or by --fingerprint and --keys"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="kvctl",
+        description="Look at and into a kvstored daemon.",
+        epilog="Exit status: 0 done, 1 missed or failed, 2 wrong usage. More: docs/kvctl.md.",
+    )
+    top.add_argument("--version", action="version", version=f"kvctl {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    common = _common()
+    for name, text in (
+        ("status", "one picture of the daemon, for its own user and root"),
+        ("usage", "what the namespace and its tenants hold"),
+    ):
+        commands.add_parser(name, help=text, description=text, parents=[common])
+    _list(commands, common)
+    _match(commands, common)
+    _get(commands, common)
+    _put(commands, common)
+    _delete(commands, common)
+    _bench(commands, common)
+    return top
+
+
+def _common() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    group = common.add_argument_group("daemon")
+    group.add_argument(
+        "--target",
+        metavar="T",
+        help="unix:///path or dns:///host:port ($KVCTL_TARGET; default: this user's daemon)",
+    )
+    group.add_argument("--namespace", metavar="N", help='($KVCTL_NAMESPACE; default: "default")')
+    group.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file that holds the token, - for standard input ($KVCTL_TOKEN_FILE; or the token "
+        "itself in $KVCTL_TOKEN)",
+    )
+    group.add_argument("--timeout", type=float, default=30.0, metavar="S", help="seconds (30)")
+    common.add_argument("--json", action="store_true", help="print one JSON object")
+    return common
+
+
+def _chunks(*, keys: bool) -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("chunks")
+    group.add_argument("--family", type=Path, metavar="FILE", help="JSON: model, weights, parts, …")
+    group.add_argument("--token-ids", metavar="FILE", help="whole numbers; - for standard input")
+    group.add_argument("--request-salt", default="", metavar="HEX", help="of the prefix (none)")
+    group.add_argument("--start", type=int, default=0, metavar="N", help="first chunk (0)")
+    if keys:
+        group.add_argument("--stop", type=int, metavar="N", help="chunk to stop before (the end)")
+        group.add_argument("--fingerprint", metavar="HEX", help="family, as `list` shows it")
+        group.add_argument("--keys", metavar="HEX,…", help="chunk keys, as `list` shows them")
+        group.add_argument("--parts", metavar="A,B", help="part names (all)")
+    return parent
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _list(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "the namespace's chunks"
+    command = commands.add_parser("list", help=text, description=text, parents=[common])
+    command.add_argument("--fingerprint", metavar="HEX", help="of this family alone")
+    command.add_argument("--limit", type=int, default=1000, metavar="N", help="at most (1000)")
+
+
+def _match(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "which chunks are held, and why the others are not"
+    command = commands.add_parser(
+        "match", help=text, description=f"{text}; {_CHUNKS}", parents=[common, _chunks(keys=True)]
+    )
+    command.add_argument("--each", action="store_true", help="each chunk on its own")
+
+
+def _get(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "read and verify chunks"
+    command = commands.add_parser(
+        "get", help=text, description=f"{text}; {_CHUNKS}", parents=[common, _chunks(keys=True)]
+    )
+    command.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="write this part's objects to FILE, back to back (repeatable)",
+    )
+
+
+def _put(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "store chunks from files"
+    command = commands.add_parser(
+        "put", help=text, description=text, parents=[common, _chunks(keys=False)]
+    )
+    command.add_argument(
+        "--part",
+        action="append",
+        required=True,
+        metavar="NAME=FILE",
+        help="objects of this part, back to back; one object per FILE where its size varies",
+    )
+    command.add_argument("--durable", action="store_true", help="wait for a persistent tier")
+    command.add_argument("--ttl", type=float, default=0.0, metavar="S", help="seconds to live")
+
+
+def _delete(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "drop chunks from every tier"
+    command = commands.add_parser(
+        "delete", help=text, description=f"{text}; {_CHUNKS}", parents=[common, _chunks(keys=True)]
+    )
+    command.add_argument(
+        "--corrupt", action="store_true", help="their bytes are wrong: they may be written again"
+    )
+
+
+def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
+    text = "measure; docs/benchmarks.md says what"
+    bench = commands.add_parser("bench", help=text, description=text)
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    text = "get and put over gRPC against a bare stream; starts a daemon unless --target is given"
+    remote = benches.add_parser("remote", help=text, description=text, parents=[common])
+    remote.add_argument("--transport", choices=("unix", "tcp"), default="unix", help="(unix)")
+    remote.add_argument("--rounds", type=int, default=11, metavar="N", help="at least 5 (11)")
+    remote.add_argument("--chunks", type=int, default=64, metavar="N", help="of the prefix (64)")
+    remote.add_argument(
+        "--object-mib", default="1,4", metavar="N,N", help="sizes of objects in MiB (1,4)"
+    )

@@ -1,0 +1,130 @@
+"""The `kvctl` command: dispatch, printing, and the commands that name no chunks."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kvstored.kvctl import arguments as command_line
+from kvstored.kvctl import chunks, text
+from kvstored.kvctl.access import Access
+from kvstored.kvctl.outcome import DONE, FAILED, WRONG_USAGE, Outcome, failure
+from kvstored.kvctl.selection import Mistake, hex_bytes
+from kvstored.kvctl.text import Json
+from kvstored.server.sockets import admin_socket_path
+from kvstored_client import KVStoredClientError
+from kvstored_client.errors import UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run kvctl; the exit status."""
+    args = command_line.parser().parse_args(argv)
+    try:
+        outcome = COMMANDS[args.command](args, Access.of(args, os.environ))
+    except (Mistake, UsageError) as error:
+        outcome = failure(WRONG_USAGE, str(error))
+    except KVStoredClientError as error:
+        outcome = failure(FAILED, str(error))
+    except OSError as error:
+        outcome = failure(FAILED, str(error))
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        sys.stdout.write(json.dumps(outcome.answer) + "\n")
+    elif "error" not in outcome.answer:
+        sys.stdout.write(outcome.people + "\n")
+    if "error" in outcome.answer:
+        sys.stderr.write(f"kvctl: {outcome.people}\n")
+    return outcome.status
+
+
+def _status(_args: argparse.Namespace, access: Access) -> Outcome:
+    target = access.target
+    if access.token is None and target.startswith("unix://"):
+        # Without a token only the operators' socket answers; a caller may have named it already.
+        admin = admin_socket_path(Path(target.removeprefix("unix://")))
+        target = f"unix://{admin}" if admin.exists() else target
+    with access.client(target) as client:
+        answer = asdict(client.status(timeout_s=access.timeout_s))
+    return Outcome(DONE, answer, text.status(answer))
+
+
+def _usage(_args: argparse.Namespace, access: Access) -> Outcome:
+    with access.client() as client:
+        answer = asdict(client.usage(timeout_s=access.timeout_s))
+    return Outcome(DONE, answer, text.usage(answer))
+
+
+def _list(args: argparse.Namespace, access: Access) -> Outcome:
+    if args.limit < 1:
+        raise Mistake(f"--limit {args.limit}: at least 1")
+    family = hex_bytes("--fingerprint", args.fingerprint, 32) if args.fingerprint else b""
+    with access.client() as client:
+        found = list(
+            itertools.islice(
+                client.list(family, min(args.limit + 1, 10_000), timeout_s=access.timeout_s),
+                args.limit + 1,
+            )
+        )
+    entries: list[Json] = [
+        {
+            **asdict(entry),
+            "key": entry.key.hex(),
+            "family": entry.family.hex(),
+            "parts": list(entry.parts),
+        }
+        for entry in found[: args.limit]
+    ]
+    answer: dict[str, Json] = {"entries": entries, "complete": len(found) <= args.limit}
+    return Outcome(DONE, answer, text.listing(answer))
+
+
+def _bench(args: argparse.Namespace, access: Access) -> Outcome:
+    from kvstored.bench import remote, report  # for this command alone
+    from kvstored.bench.processes import BenchError
+
+    try:
+        sizes = tuple(int(word) << 20 for word in args.object_mib.split(","))
+    except ValueError as error:
+        raise Mistake(f"--object-mib {args.object_mib}: write whole numbers") from error
+    if not all(1 << 20 <= size <= 256 << 20 for size in sizes) or args.chunks < 1:
+        raise Mistake("--object-mib is 1 to 256, --chunks at least 1")
+    if args.rounds < report.MIN_ROUNDS:
+        raise Mistake(f"--rounds {args.rounds}: at least {report.MIN_ROUNDS}")
+    settings = remote.Settings(
+        target=access.target if access.explicit else None,
+        namespace=access.namespace,
+        token=access.token,
+        tcp=args.transport == "tcp",
+        object_bytes=sizes,
+        prefix_chunks=args.chunks,
+        rounds=args.rounds,
+    )
+    try:
+        cases = remote.run(settings, _say)
+    except BenchError as error:
+        return failure(FAILED, str(error))
+    return Outcome(DONE, report.report("remote", cases), report.table(cases))
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace, Access], Outcome]] = {
+    "status": _status,
+    "usage": _usage,
+    "list": _list,
+    "match": chunks.match,
+    "get": chunks.get,
+    "put": chunks.put,
+    "delete": chunks.delete,
+    "bench": _bench,
+}

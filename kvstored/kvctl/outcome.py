@@ -1,0 +1,23 @@
+"""What a command comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstored.kvctl.text import Json
+
+DONE, FAILED, WRONG_USAGE = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command came to: exit status, the JSON object, and the same for people."""
+
+    status: int
+    answer: dict[str, Json]
+    people: str
+
+
+def failure(status: int, message: str) -> Outcome:
+    """A command that could not be carried out."""
+    return Outcome(status, {"error": message}, message)

@@ -126,13 +126,13 @@ def test_late_answers_write_nothing_after_the_return(
 
     def script(request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         if when == "before anything":
-            assert returned.wait(30)
+            server.hold(returned)
         for number, message in enumerate(honest_get(request)):
             yield message
             if when == "within an object" and number == 1:
-                assert returned.wait(30)
+                server.hold(returned)
         if when == "after the last block":
-            assert returned.wait(30)
+            server.hold(returned)
 
     server.on_get = script
     canary = Canary(CHUNKS)
@@ -157,7 +157,7 @@ def test_an_endless_stream_ends_at_the_deadline(
     server: WireServer, make_client: MakeClient
 ) -> None:
     def script(request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
-        while context.is_active():
+        for _ in server.forever(context):
             yield block({})
 
     server.on_get = script
@@ -172,7 +172,7 @@ def test_a_peer_that_dies_in_the_middle(server: WireServer, make_client: MakeCli
     def script(request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
         yield from first_chunk_then(block({1: payload(1)}), payload(1)[:1000])()
         threading.Thread(target=server.stop).start()
-        while context.is_active():
+        for _ in server.forever(context):
             yield from ()
 
     server.on_get = script

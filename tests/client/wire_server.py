@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,9 @@ from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
 
 GIVE_UP_S = 30.0
+HOLD_S = 10.0
+"""How long a script stays silent at most; deadlines in tests are far shorter."""
+
 SALT = b"s" * 32
 OBJECT_BYTES = 64 << 10
 FAMILY = KVFamily("m", "w", "float32", parts=[KVPart("kv", OBJECT_BYTES)])
@@ -93,6 +97,7 @@ class WireServer:
         }
         self.ended = threading.Semaphore(0)
         """Released when a payload handler has ended, whatever it did."""
+        self.patience_ended = False
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers([self._handlers(methods.KVSTORE_SERVICE)])
         self._server.add_insecure_port(self.target)
@@ -100,6 +105,21 @@ class WireServer:
 
     def stop(self) -> None:
         self._server.stop(0).wait(GIVE_UP_S)
+
+    def hold(self, event: threading.Event) -> None:
+        """In a script: wait until the client has returned, which must not be for our sake."""
+        if not event.wait(HOLD_S):
+            self.patience_ended = True
+            event.set()
+
+    def forever(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """In a script: as long as the client stays, which must not be until we end."""
+        end = time.monotonic() + HOLD_S
+        while context.is_active():
+            if time.monotonic() > end:
+                self.patience_ended = True
+                return
+            yield
 
     def wait_ended(self) -> None:
         assert self.ended.acquire(timeout=GIVE_UP_S)
@@ -156,6 +176,7 @@ def wire_server() -> Iterator[WireServer]:
     server = WireServer(folder)
     try:
         yield server
+        assert not server.patience_ended, "a call outlived its deadline by far"
     finally:
         server.stop()
         shutil.rmtree(folder)

@@ -306,3 +306,14 @@ def test_bytes_of_a_call_are_counted_by_their_tier(server: WireServer) -> None:
         "nvme": 2 * OBJECT_BYTES,
         "object": OBJECT_BYTES,
     }
+
+
+def test_tcp_targets_are_names_and_ports(server: WireServer, make_client: MakeClient) -> None:
+    client = make_client(server.tcp_target, token="t0ken")
+    canary = Canary(CHUNKS)
+    assert client.get(PREFIX, canary.into).chunks == CHUNKS
+    assert server.metadata[0]["authorization"] == "Bearer t0ken"
+    server.stop()
+    assert client.get(PREFIX, canary.into).reason == "unreachable"
+    nowhere = make_client("dns:///no-such-host.invalid:9440")
+    assert nowhere.match(PREFIX, timeout_s=5).reason in ("unreachable", "deadline")

@@ -101,6 +101,8 @@ class WireServer:
         self._server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers([self._handlers(methods.KVSTORE_SERVICE)])
         self._server.add_insecure_port(self.target)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.tcp_target = f"dns:///localhost:{port}"
         self._server.start()
 
     def stop(self) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Coroutine, Iterator
+from typing import TypeVar
 
 from kvstored.errors import Draining, ResourceExhausted
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_P = ParamSpec("_P")
 
 
 class VerbsLoop:
@@ -45,14 +44,6 @@ class VerbsLoop:
             self._submit(work).add_done_callback(_log_failure)
         except Draining:
             _log.debug("the verbs' loop is gone; what was held is gone with it")
-
-    def post(self, function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call a function there, after everything submitted before."""
-
-        def call() -> None:
-            function(*args, **kwargs)
-
-        self._loop.call_soon_threadsafe(call)
 
     def _submit(self, work: Coroutine[object, object, _T]) -> concurrent.futures.Future[_T]:
         try:

@@ -25,6 +25,7 @@ from kvstored.server.bridge import Admission, VerbsLoop
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_status import status_code, trailer
 from kvstored.server.payload_calls import GetCall, PutCall
+from kvstored.store.api import Grant
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
@@ -120,6 +121,8 @@ class Calls:
         try:
             with self._bounds.streams.slot():
                 await self._get_admitted(raw, context)
+        except grpc.aio.InternalError:
+            _log.debug("the peer of a get is gone")
         except Exception as error:
             await _abort(context, error)
 
@@ -128,31 +131,31 @@ class Calls:
         call = GetCall(self._dispatcher, self._caller(context))
         failure: BaseException | None = None
         try:
-            end = await self._verbs.run(call.begin(request))
+            end, grants = await self._verbs.run(call.begin(request))
             async with _until(end):
-                await self._send(call, context)
+                await self._send(call, grants, context)
         except TimeoutError:
             failure = DeadlineExceeded("the reader was too slow for the deadline")
             raise failure from None
         except BaseException as error:
-            failure = error
+            failure = _as_seen_by_the_call(error)
             raise
         finally:
             self._verbs.spawn(call.close(failure))
 
-    async def _send(self, call: GetCall, context: _Context) -> None:
-        ahead = self._verbs.start(call.next())
-        try:
-            while isinstance(grants := await ahead, list):
-                # The next grants are looked up while these are sent: the socket never runs dry.
-                ahead = self._verbs.start(call.next())
+    async def _send(self, call: GetCall, grants: list[Grant] | None, context: _Context) -> None:
+        while grants is not None:
+            # The next grants are looked up while these are sent: the socket never runs dry.
+            ahead = self._verbs.start(call.next())
+            try:
                 for block in frames.blocks(grants):
                     await context.write(frames.head(block).SerializeToString())
                     for frame in frames.frames(block):
                         await context.write(frame)
-                    self._verbs.post(call.delivered, block)
-        finally:
-            ahead.cancel()
+                    call.delivered(block)
+                grants = await ahead
+            finally:
+                ahead.cancel()
         states = await self._verbs.run(call.states())
         await context.write(pb.GetBlock(last=True, states=states).SerializeToString())
 
@@ -162,6 +165,8 @@ class Calls:
         try:
             with self._bounds.streams.slot():
                 await self._put_admitted(context)
+        except grpc.aio.InternalError:
+            _log.debug("the peer of a put is gone")
         except Exception as error:
             await _abort(context, error)
 
@@ -180,7 +185,7 @@ class Calls:
             )
             raise failure from None
         except BaseException as error:
-            failure = error
+            failure = _as_seen_by_the_call(error)
             raise
         finally:
             self._verbs.spawn(call.close(failure))
@@ -207,6 +212,11 @@ class Calls:
             joiner.let_go()
         states = await self._verbs.run(call.commit(received))
         await context.write(pb.PutReply(states=states).SerializeToString())
+
+
+def _as_seen_by_the_call(error: BaseException) -> BaseException:
+    # That a message could not be sent is how gRPC says, now and then, that the peer is gone.
+    return asyncio.CancelledError() if isinstance(error, grpc.aio.InternalError) else error
 
 
 def _parse(message: type[_Request], raw: bytes) -> _Request:

@@ -7,6 +7,7 @@ Objects may be made on any thread; every method runs on the verbs' loop. A trans
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -82,23 +83,36 @@ class _PayloadCall:
 
 
 class GetCall(_PayloadCall):
-    """One Get: `begin`, `next` and `delivered` until the end, `states`, `close`."""
+    """One Get: `begin`, `next` until it gives None, `states`, `close`; meanwhile `delivered`."""
 
     verb = "get"
 
     def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
         super().__init__(dispatcher, caller)
         self._stream: GetStreamPort | None = None
+        self._taken: deque[Sequence[Grant]] = deque()
 
-    async def begin(self, request: pb.GetRequest) -> float:
-        """Validate and open; the transport's deadline, time.monotonic()."""
+    def delivered(self, grants: Sequence[Grant]) -> None:
+        """The transport took these in full. May be called from any thread.
+
+        The store hears of it with the next step, or at the end: a hop between loops of its own
+        would cost as much as half a frame.
+        """
+        self._taken.append(grants)
+
+    def _tell_delivered(self) -> None:
+        while self._taken and self._stream is not None:
+            self._stream.delivered(self._taken.popleft())
+
+    async def begin(self, request: pb.GetRequest) -> tuple[float, list[Grant] | None]:
+        """Validate and open; the transport's deadline, time.monotonic(), and the first `next`."""
         return await self.step(lambda: self._begin(request))
 
-    async def _begin(self, request: pb.GetRequest) -> float:
+    async def _begin(self, request: pb.GetRequest) -> tuple[float, list[Grant] | None]:
         run = self.dispatcher.run_of(request.run, request.ctx, self.caller)
         end, deadline = self.dispatcher.deadlines(self.caller, request.ctx)
         self._stream = self.dispatcher.store.open_get(run, deadline, request.bypass_ram)
-        return end
+        return end, await self._next()
 
     async def next(self) -> list[Grant] | None:
         """Objects that are ready; None at the end. May run ahead of `delivered`."""
@@ -106,6 +120,7 @@ class GetCall(_PayloadCall):
 
     async def _next(self) -> list[Grant] | None:
         assert self._stream is not None, "begin comes first"
+        self._tell_delivered()
         grants = await self._stream.next()
         self.tier = max([self.tier, *(g.tier for g in grants or ())])
         return grants
@@ -116,17 +131,14 @@ class GetCall(_PayloadCall):
 
     async def _states(self) -> bytes:
         assert self._stream is not None, "begin comes first"
+        self._tell_delivered()
         self.outcome = "ok"
         return self._stream.states
-
-    def delivered(self, grants: Sequence[Grant]) -> None:
-        """The transport took these in full."""
-        if self._stream is not None and not self._closed:
-            self._stream.delivered(grants)
 
     async def release(self) -> None:
         """End every lease."""
         if self._stream is not None:
+            self._tell_delivered()
             await self._stream.close()
 
 

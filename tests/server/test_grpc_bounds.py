@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import socket
@@ -111,7 +112,9 @@ async def test_calls_beyond_the_bound_are_refused(
 
 
 @pytest.mark.parametrize("verb", ["get", "put"])
-async def test_a_killed_client_holds_nothing(served: Served, wire: Wire, verb: str) -> None:
+async def test_a_killed_client_holds_nothing(
+    served: Served, wire: Wire, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if verb == "get":
         await fill(wire)
     before = served.ram.usage().charged_bytes
@@ -138,6 +141,7 @@ async def test_a_killed_client_holds_nothing(served: Served, wire: Wire, verb: s
     assert served.ram.usage().charged_bytes == before
     # gRPC tells the end of a broken stream like that of a closed one.
     assert served.outcomes.ended[-1][1] in ("CANCELLED", "TRUNCATED")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 async def test_a_cancelled_get_holds_nothing(served: Served, wire: Wire) -> None:

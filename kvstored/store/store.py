@@ -76,7 +76,7 @@ class Store:
         supervisor: Supervisor,
     ) -> None:
         """`open` opens the tiers and `close` closes them; the supervisor stays the caller's."""
-        self.settings = settings
+        self.namespace_caps = settings.namespace_caps
         self.boot_epoch = secrets.randbits(64)
         self.started = time.monotonic()
         self.accounts = Accounts(settings.max_tenants)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 from kvstored import __version__, errors
+from kvstored.store.accounting import Accounts
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import TIER_LABEL, now_ms
-from kvstored.tiers.base import TierKind
+from kvstored.store.writer import Writer
+from kvstored.tiers.base import Tier, TierKind
+from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import admin_pb2
 from kvstored_client.proto import kvstore_pb2 as pb
-
-if TYPE_CHECKING:
-    from kvstored.store.store import Store
 
 MAX_PAGE = 10_000
 DEFAULT_PAGE = 1_000
@@ -22,6 +23,19 @@ ROWS_PER_PAGE = 65_536
 """Rows looked at per page, so that a listing never holds the loop up."""
 
 _KIND = {"ram": pb.TIER_RAM, "nvme": pb.TIER_NVME, "object": pb.TIER_OBJECT}
+
+
+class Figures(Protocol):
+    """What these pictures show of a store."""
+
+    boot_epoch: int
+    started: float  # time.monotonic()
+    accounts: Accounts
+    namespaces: dict[str, Namespace]
+    namespace_caps: Mapping[tuple[str, TierKind], int]
+    ram: RamTier
+    tiers: dict[TierKind, Tier]
+    writer: Writer | None
 
 
 def list_page(ns: Namespace, family: bytes, cursor: bytes, limit: int) -> pb.ListReply:
@@ -66,7 +80,7 @@ def _entry(ns: Namespace, row: int) -> pb.ListEntry:
     )
 
 
-def usage_reply(store: Store, namespace: str) -> pb.UsageReply:
+def usage_reply(store: Figures, namespace: str) -> pb.UsageReply:
     """What a namespace and its tenants hold per tier."""
     store.accounts.settle()
     reply = pb.UsageReply()
@@ -80,7 +94,7 @@ def usage_reply(store: Store, namespace: str) -> pb.UsageReply:
         reply.tiers.add(
             tier=_KIND[label],
             charged_bytes=sum(held.charged_bytes for held in mine),
-            cap_bytes=store.settings.namespace_caps.get((namespace, kind), tier.usage().cap_bytes),
+            cap_bytes=store.namespace_caps.get((namespace, kind), tier.usage().cap_bytes),
             objects=sum(held.objects for held in mine),
         )
     for (ns, tenant, label), held in sorted(store.accounts.held.items()):
@@ -94,7 +108,7 @@ def usage_reply(store: Store, namespace: str) -> pb.UsageReply:
     return reply
 
 
-def status_reply(store: Store) -> admin_pb2.StatusReply:
+def status_reply(store: Figures) -> admin_pb2.StatusReply:
     """The store's part of Admin.Status; `phase` is the daemon's to fill in."""
     reply = admin_pb2.StatusReply(
         version=__version__,
@@ -122,6 +136,6 @@ def status_reply(store: Store) -> admin_pb2.StatusReply:
                 name=name,
                 tier=TIER_LABEL[kind],
                 charged_bytes=store.accounts.namespace_bytes(name, TIER_LABEL[kind]),
-                cap_bytes=store.settings.namespace_caps.get((name, kind), usage.cap_bytes),
+                cap_bytes=store.namespace_caps.get((name, kind), usage.cap_bytes),
             )
     return reply

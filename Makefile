@@ -5,12 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+# Everything that is needed from Debian, and only where it is missing.
+APT_PACKAGES := python3-venv
 
 .PHONY: deps demo test lint format proto bench mutants clean
 
 deps: $(STAMP)
 
 $(STAMP): pyproject.toml
+	$(PYTHON) -c 'import ensurepip' || (apt-get update && apt-get install -y $(APT_PACKAGES))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)

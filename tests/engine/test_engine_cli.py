@@ -138,12 +138,10 @@ def test_private_daemon_starts_again_and_leaves_nothing() -> None:
 
 
 def test_a_daemon_that_does_not_start_is_reported_with_what_it_said() -> None:
-    with (
-        pytest.raises(DaemonFailed, match=r"ended while starting(.|\n)*cap_bytes"),
-        PrivateDaemon(ram_cap="12 parsecs") as daemon,
-    ):
+    with PrivateDaemon(ram_cap="12 parsecs") as daemon:
         folder = daemon.folder
-        daemon.start()
+        with pytest.raises(DaemonFailed, match=r"ended while starting(.|\n)*cap_bytes"):
+            daemon.start()
     assert not folder.exists()
 
 

@@ -12,7 +12,7 @@ import pytest
 from engine_support import NO_EOS, TINY, Answer, DictStore, same_bits, tiny_model, tiny_prompt
 from numpy.typing import NDArray
 
-from kvstored_client.engine.blocks import CHUNK_TOKENS
+from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockTable
 from kvstored_client.engine.engine import Engine, PromptError, make_engine
 from kvstored_client.engine.hook import family_of
 from kvstored_client.engine.model import LlamaModel
@@ -117,6 +117,22 @@ def test_only_computed_tokens_are_stored(tiny: LlamaModel) -> None:
     assert store.match(prefixes[0]).chunks == 1
 
 
+def test_a_load_seals_what_came_and_zeroes_what_did_not(tiny: LlamaModel) -> None:
+    store = DictStore()
+    engine = with_store(tiny, store)
+    assert engine.hook is not None
+    prompt = tiny_prompt(192)
+    engine.generate(prompt, SHORT)
+    assert engine.hook.drain(60)
+    table = BlockTable(engine.pool, len(prompt))
+    store.delivers = 1
+    loaded = engine.hook.load(prompt, table, b"")
+    assert (loaded.chunks, table.sealed) == (1, 1)
+    assert engine.pool.kv[table.blocks[0]].any()
+    # A block that goes back to the pool with NaN in it would spoil whoever has it next.
+    assert not engine.pool.kv[table.blocks[1:]].any()
+
+
 def test_request_salt_keeps_prompts_apart(tiny: LlamaModel) -> None:
     engine = with_store(tiny, DictStore())
     prompt = tiny_prompt(100)
@@ -158,6 +174,8 @@ def test_the_longest_prompt_runs_with_a_hit_and_a_full_queue(
     assert engine.pool.used_blocks() == 7
     assert engine.generate(prompt, one).cached_tokens == 448
     assert engine.generate(prompt[:448], Sampling(max_tokens=64)).cached_tokens == 447
+    with pytest.raises(PromptError, match="512 prompt tokens and 1 more do not fit into 512"):
+        engine.generate([*prompt, 0], one)
 
 
 def test_stops_at_the_end_token(tiny: LlamaModel) -> None:

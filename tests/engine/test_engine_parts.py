@@ -72,6 +72,8 @@ def test_sealed_blocks_are_never_written() -> None:
     table = BlockTable(BlockPool(TINY, 3), 2 * CHUNK_TOKENS, spare=1)
     table.write(0, CHUNK_TOKENS, rows(1, 1.0), rows(1, 1.0))
     loaded = table.blocks[1]
+    with pytest.raises(ValueError, match="no sealed block"):
+        table.unseal_last()
     table.sealed = 2
     with pytest.raises(ValueError, match="block 1 was loaded"):
         table.write(0, 2 * CHUNK_TOKENS - 1, rows(1, 9.0), rows(1, 9.0))

@@ -116,3 +116,13 @@ def logits_after_corruption(
     got = engine.generate(prompt, Sampling(max_tokens=12, ignore_eos=True), keep_logits=True)
     assert got.cached_tokens == 128
     return got.logits
+
+
+def test_the_model_knows_the_capital_of_france(model: LlamaModel, tokenizer: Tokenizer) -> None:
+    """What the reference cannot tell, for it has the same tensors: that they are in right order."""
+    prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
+    answer = make_engine(model, tokenizer.eos_id, context_tokens=128).generate(
+        prompt, Sampling(max_tokens=12)
+    )
+    assert tokenizer.decode(answer.token_ids) == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"

@@ -106,8 +106,10 @@ class BlockTable:
 
     def unseal_last(self) -> None:
         """Replace the last sealed block by a private copy, in a spare one, so that it can be
-        written.
+        written. Raises ValueError when no block is sealed.
         """
+        if self.sealed == 0:
+            raise ValueError("there is no sealed block to copy")
         i = self.sealed - 1
         copy = self._spare.pop()
         self.pool.kv[copy].copy_(self.pool.kv[self.blocks[i]])

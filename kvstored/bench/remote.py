@@ -163,51 +163,68 @@ class _Prefix:
         self._put = Case("put", {**params}, "GB/s")
 
     def measure(self, say: Callable[[str], None]) -> list[Case]:
-        """One round that does not count, then those that do."""
-        self._round(-1)
-        for number in range(self._settings.rounds):
-            self._round(number)
-            say(
-                f"{self._nbytes // self._chunks >> 20} MiB objects, round {number + 1} of "
-                f"{self._settings.rounds}: get {self._get.values[-1]:.2f} of "
-                f"{self._get.ceilings[-1]:.2f} GB/s, put {self._put.values[-1]:.2f} of "
-                f"{self._put.ceilings[-1]:.2f} GB/s"
-            )
+        """The rounds of get, of one prefix; then those of put, each of a fresh one."""
+        prefix = self._fresh_prefix()
+        self._do_put(prefix)
+        self._rounds(self._get, lambda flipped: self._get_round(prefix, flipped), say)
+        self._client.delete(prefix, timeout_s=TIMEOUT_S)
+        self._rounds(self._put, self._put_round, say)
         return [self._get, self._put]
 
-    def _round(self, number: int) -> None:
-        prefix = self._family.prefix(
-            range(self._chunks * CHUNK_TOKENS), request_salt=os.urandom(16)
-        )
-        counts = number >= 0
-        flipped = number % 2 == 1  # neither side is always the one that finds caches warm
-        put = self._pair(
-            lambda: self._do_put(prefix), lambda: self._bare.put(self._source), flipped
-        )
-        self._into.fill(0)
-        self._bare_into.fill(0)
-        get = self._pair(
+    def _rounds(
+        self,
+        case: Case,
+        work: Callable[[bool], tuple[float, float]],
+        say: Callable[[str], None],
+    ) -> None:
+        """One round that does not count, then those that do."""
+        work(False)
+        for number in range(self._settings.rounds):
+            # In turn, so that neither side is always the one that finds caches warm.
+            value, ceiling = work(number % 2 == 1)
+            case.add(value, ceiling)
+            case.verified_bytes += self._nbytes
+            say(
+                f"{case.op}, objects of {self._nbytes // self._chunks >> 20} MiB, round "
+                f"{number + 1} of {self._settings.rounds}: {value:.2f} of {ceiling:.2f} GB/s"
+            )
+
+    def _get_round(self, prefix: Prefix, flipped: bool) -> tuple[float, float]:
+        rates = self._pair(
             lambda: self._do_get(prefix), lambda: self._bare.get(self._bare_into), flipped
         )
+        self._compare()
+        return rates
+
+    def _put_round(self, flipped: bool) -> tuple[float, float]:
+        prefix = self._fresh_prefix()
+        rates = self._pair(
+            lambda: self._do_put(prefix), lambda: self._bare.put(self._source), flipped
+        )
+        self._do_get(prefix)
+        self._compare()
+        self._client.delete(prefix, timeout_s=TIMEOUT_S)
+        return rates
+
+    def _fresh_prefix(self) -> Prefix:
+        tokens = range(self._chunks * CHUNK_TOKENS)
+        return self._family.prefix(tokens, request_salt=os.urandom(16))
+
+    def _compare(self) -> None:
         if not np.array_equal(self._into, self._source):
             raise BenchError("bytes came back wrong")
-        self._client.delete(prefix, timeout_s=TIMEOUT_S)
-        if counts:
-            self._put.add(*put)
-            self._get.add(*get)
-            self._get.verified_bytes += self._nbytes
-            self._put.verified_bytes += self._nbytes
 
     def _pair(
         self, value: Callable[[], None], ceiling: Callable[[], None], flipped: bool
     ) -> tuple[float, float]:
-        """(value, ceiling) in GB/s."""
+        """(value, ceiling) in GB/s, one right after the other."""
         if flipped:
-            bare = self._rate(ceiling)
-            return self._rate(value), bare
-        return self._rate(value), self._rate(ceiling)
+            bare = self._rate(ceiling, self._bare_into)
+            return self._rate(value, self._into), bare
+        return self._rate(value, self._into), self._rate(ceiling, self._bare_into)
 
-    def _rate(self, work: Callable[[], None]) -> float:
+    def _rate(self, work: Callable[[], None], into: Bytes) -> float:
+        into.fill(0)  # so that nothing of the round before passes for delivered
         begin = time.perf_counter()
         work()
         return self._nbytes / (time.perf_counter() - begin) / 1e9

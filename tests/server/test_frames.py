@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from kvstored.server import frames
 from kvstored.server.limits import PIECE_BYTES
 from kvstored.store.api import Grant, Received, WantedObject
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 LENGTHS = st.lists(st.integers(1, 5000), max_size=30)
 
 
@@ -92,13 +94,18 @@ def test_pieces_of_a_large_object() -> None:
     assert len(received[1].piece_checksums) == 24
 
 
-def test_the_daemons_own_copy_is_hashed() -> None:
-    objects, memory = wanted([8])
-    joiner = frames.FrameJoiner(objects, 100)
-    joiner.add(b"1234")
-    memory[0][0:4] = b"9999"  # already hashed: must not show; what comes after must
-    joiner.add(b"5678")
-    assert joiner.finish()[0].checksum == xxhash.xxh3_128(b"12345678").digest()
+def test_the_daemons_own_copy_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty_memory(target: Bytes, source: Bytes) -> None:
+        target[:] = source
+        target[0] ^= 1
+
+    monkeypatch.setattr(frames.np, "copyto", faulty_memory)
+    objects, memory = wanted([5000])
+    joiner = frames.FrameJoiner(objects, 5000)
+    joiner.add(content(5000))
+    # What is hashed is what will be read, so that a client's checksum shows the fault.
+    assert joiner.finish() == [expected(bytes(memory[0]), 0)]
+    assert bytes(memory[0]) != content(5000)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ class BlockingTransport:
             try:
                 answer = self._attempt(channel, step)
             finally:
+                del channel  # whoever waits to go on must not keep grpc from shutting down
                 self._leave(running)
             if not (isinstance(answer, Failure) and running.interrupted):
                 return answer
@@ -116,6 +117,7 @@ class BlockingTransport:
             channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
+        del channel
         end = time.monotonic() + _FORK_LIMIT_S
         with self._changed:
             while self._running and (left := end - time.monotonic()) > 0:
@@ -172,7 +174,8 @@ class BlockingTransport:
                 feed(message)
         except grpc.RpcError as error:
             # What was verified stays so, however the call ends.
-            return None if receiver.done else _failure(error)
+            failure = _failure(error)
+            return None if receiver.done else failure
         finally:
             call.cancel()  # of no effect on a call that has ended
         return None if receiver.done else ENDED_EARLY
@@ -231,4 +234,7 @@ def _left(deadline: float) -> float:
 
 def _failure(error: grpc.RpcError) -> Failure:
     # grpc raises objects that are RpcError and Call at once.
-    return failure_of_status(cast("Status", error))
+    failure = failure_of_status(cast("Status", error))
+    # Such a call is in its own traceback; as a cycle it would keep the channel for a while.
+    error.__traceback__ = None
+    return failure

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# Must be set before grpc is imported anywhere in the process: only then do grpc's own threads stand
-# still while the process forks (see fork.py). An application's own choice is left alone.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "1")
-
 import grpc
 from google.protobuf.message import DecodeError
 

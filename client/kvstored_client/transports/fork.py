@@ -1,17 +1,20 @@
-"""Fork: no call may be under way in grpc's threads while the process is copied.
+"""Fork: grpc must not run in the process while it is copied.
 
 A child that inherits a live connection shares its socket with the parent: either may read or write
-the other's bytes, and grpc's locks stay held by threads that the child does not have. So before a
-fork every transport of the process stops: new calls wait, running ones get a moment, what is left
-is interrupted (and run again in the parent, by itself), and the connection is closed. Afterwards
-parent and child each connect anew.
+the other's bytes, and grpc's locks stay held by threads that the child does not have. grpc's own
+fork handlers help only a process that is making no call, and not always a child's own child. So
+before a fork every transport of the process stops: new calls wait, running ones get a moment, what
+is left is interrupted (and run again in the parent, by itself), and the connection is dropped. With
+its last channel gone grpc shuts down, threads and all. Afterwards parent and child each begin anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -30,6 +33,24 @@ class ForkAware(Protocol):
         """Start anew; locks may be held by threads that no longer exist."""
 
 
+_GRPC_THREADS = (
+    "event_engine",
+    "lifeguard",
+    "grpc_",
+    "timer_manager",
+    "resolver-exec",
+    "default-exec",
+)
+"""How the threads of grpc's core are called in the kernel; they end when it has shut down."""
+
+_SHUTDOWN_LIMIT_S = 1.0
+_SHARED_LIMIT_S = 0.05
+"""For a process in which others use grpc too, as the last fork has shown."""
+
+_COLLECT_AT_S = 0.032
+
+_limit_s = _SHUTDOWN_LIMIT_S
+
 _members: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _lock = threading.Lock()
 _registered = False
@@ -42,8 +63,8 @@ def join(member: ForkAware) -> None:
 
 
 def register_hooks() -> None:
-    """Must come after grpc's first channel: hooks run in reverse order before a fork, and ours has
-    to end the calls before grpc's own waits for its threads.
+    """To be called after grpc's first channel was made: hooks run in reverse order before a fork,
+    and ours has to end the calls before any of grpc's waits for its threads.
     """
     global _registered
     with _lock:
@@ -71,6 +92,32 @@ def _before() -> None:
     for member in _stopped:
         with _quietly():
             member.before_fork()
+    with _quietly():
+        _await_shutdown()
+
+
+def _await_shutdown() -> None:
+    """Wait until grpc's core has ended. It does not where others in the process use it too; then
+    its own fork handlers have to do.
+    """
+    global _limit_s
+    end = time.monotonic() + _limit_s
+    pause_s = 0.001
+    while (runs := _grpc_runs()) and time.monotonic() < end:
+        time.sleep(pause_s)
+        pause_s *= 2
+        if pause_s == _COLLECT_AT_S:
+            gc.collect()  # a channel may hang in a reference cycle
+    _limit_s = _SHARED_LIMIT_S if runs else _SHUTDOWN_LIMIT_S
+
+
+def _grpc_runs() -> bool:
+    tasks = "/proc/self/task"
+    for task in os.listdir(tasks):
+        with contextlib.suppress(OSError), open(f"{tasks}/{task}/comm") as comm:
+            if comm.read().startswith(_GRPC_THREADS):
+                return True
+    return False
 
 
 def _after_in_parent() -> None:

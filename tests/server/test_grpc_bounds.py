@@ -154,6 +154,25 @@ async def test_a_cancelled_get_holds_nothing(served: Served, wire: Wire) -> None
     assert served.nothing_held()
 
 
+async def test_what_was_delivered_before_a_cancellation_counts(served: Served, wire: Wire) -> None:
+    await fill(wire)
+    stream = wire.start_get(pb.GetRequest(run=run(MANY)))
+
+    def read_one_block_and_the_next_head() -> int:
+        block = pb.GetBlock.FromString(next(stream))
+        left = block.payload_bytes
+        while left:
+            left -= len(next(stream))
+        next(stream)
+        return int(block.payload_bytes)
+
+    nbytes = await to_thread(read_one_block_and_the_next_head)
+    stream.cancel()  # type: ignore[attr-defined]
+    await served.idle()
+    assert sum(amount.nbytes for amount in served.store.accounts.hits.values()) >= nbytes
+    assert served.nothing_held()
+
+
 async def test_a_reader_too_slow_for_its_deadline_is_cut_off(served: Served, wire: Wire) -> None:
     await fill(wire)
     request = pb.GetRequest(run=run(MANY), ctx=pb.Context(deadline_ms=300))

@@ -88,8 +88,8 @@ def test_every_position_of_a_prompt_matches(
 def test_answers_match_with_and_without_hits_and_not_with_a_corrupt_chunk(
     model: LlamaModel, tokenizer: Tokenizer, reference: LlamaForCausalLM
 ) -> None:
-    prompt = tokenizer.encode(TEXT * 3)[:180]
-    sampling = Sampling(max_tokens=12, ignore_eos=True)
+    prompt = tokenizer.encode(TEXT * 3)[:150]
+    sampling = Sampling(max_tokens=8, ignore_eos=True)
     store = DictStore()
     engine = make_engine(
         model, tokenizer.eos_id, store=store, weights="cd" * 32, context_tokens=512
@@ -113,7 +113,7 @@ def logits_after_corruption(
     assert engine.hook is not None
     first, second = store.keys(engine.hook.family.prefix(prompt))[:2]
     store.chunks[second] = np.array(store.chunks[first])
-    got = engine.generate(prompt, Sampling(max_tokens=12, ignore_eos=True), keep_logits=True)
+    got = engine.generate(prompt, Sampling(max_tokens=8, ignore_eos=True), keep_logits=True)
     assert got.cached_tokens == 128
     return got.logits
 

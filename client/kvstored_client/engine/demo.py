@@ -39,7 +39,7 @@ CONVERSATIONS = (
         "And what happens if the President does not return it?",
     ),
 )
-ANSWER = Sampling(max_tokens=16)
+ANSWER = Sampling(max_tokens=12)
 PUT_WAIT_S = 120.0
 
 

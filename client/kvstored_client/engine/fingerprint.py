@@ -35,7 +35,10 @@ def weights_fingerprint(path: Path, data_offset_bytes: int, cache_dir: Path | No
         f"{_VERSION}:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
         f":{stat.st_ctime_ns}:{data_offset_bytes}"
     )
-    cache = (cache_dir or _user_cache_dir()) / "fingerprints.json"
+    cache_dir = cache_dir or _user_cache_dir()
+    if cache_dir is None:
+        return _compute(path, data_offset_bytes, stat.st_size)
+    cache = cache_dir / "fingerprints.json"
     known = _read_cache(cache)
     if len(known.get(identity, "")) == 64:
         return known[identity]
@@ -66,9 +69,13 @@ def _compute(path: Path, data_offset_bytes: int, file_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def _user_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "kvstored"
+def _user_cache_dir() -> Path | None:
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "kvstored"
+    try:
+        return Path.home() / ".cache" / "kvstored"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def _read_cache(cache: Path) -> dict[str, str]:

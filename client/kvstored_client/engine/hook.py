@@ -241,7 +241,8 @@ class KVStoreHook:
                     self._changed.notify_all()
 
     def _failed(self, what: str) -> None:
-        self.stats.failures += 1
-        # Once is enough: a store that is away fails every time.
-        level = logging.WARNING if self.stats.failures == 1 else logging.DEBUG
+        with self._changed:
+            self.stats.failures += 1
+            # Once is enough: a store that is away fails every time.
+            level = logging.WARNING if self.stats.failures == 1 else logging.DEBUG
         _log.log(level, "kvstored: %s failed, the engine goes on without", what, exc_info=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -144,20 +144,22 @@ class Calls:
             self._verbs.spawn(call.close(failure))
 
     async def _send(self, call: GetCall, grants: list[Grant] | None, context: _Context) -> None:
-        while grants is not None:
+        while call.final_states is None:
             # The next grants are looked up while these are sent: the socket never runs dry.
             ahead = self._verbs.start(call.next())
             try:
-                for block in frames.blocks(grants):
-                    await context.write(frames.head(block).SerializeToString())
-                    for frame in frames.frames(block):
-                        await context.write(frame)
+                for block in frames.blocks(grants or ()):
+                    await _write_block(context, block, pb.GetBlock())
                     call.delivered(block)
                 grants = await ahead
             finally:
                 ahead.cancel()
-        states = await self._verbs.run(call.states())
-        await context.write(pb.GetBlock(last=True, states=states).SerializeToString())
+        *others, last = [*frames.blocks(grants or ())] or [()]
+        for block in others:
+            await _write_block(context, block, pb.GetBlock())
+            call.delivered(block)
+        await _write_block(context, last, pb.GetBlock(last=True, states=call.final_states))
+        call.delivered(last)
 
     # ---- Put -------------------------------------------------------------------------------------
 
@@ -217,6 +219,14 @@ class Calls:
 def _as_seen_by_the_call(error: BaseException) -> BaseException:
     # That a message could not be sent is how gRPC says, now and then, that the peer is gone.
     return asyncio.CancelledError() if isinstance(error, grpc.aio.InternalError) else error
+
+
+async def _write_block(context: _Context, block: Sequence[Grant], extra: pb.GetBlock) -> None:
+    head = frames.head(block)
+    head.MergeFrom(extra)
+    await context.write(head.SerializeToString())
+    for frame in frames.frames(block):
+        await context.write(frame)
 
 
 def _parse(message: type[_Request], raw: bytes) -> _Request:

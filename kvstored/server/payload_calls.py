@@ -83,7 +83,7 @@ class _PayloadCall:
 
 
 class GetCall(_PayloadCall):
-    """One Get: `begin`, `next` until it gives None, `states`, `close`; meanwhile `delivered`."""
+    """One Get: `begin`, `next` until `final_states` is there, `close`; meanwhile `delivered`."""
 
     verb = "get"
 
@@ -91,6 +91,8 @@ class GetCall(_PayloadCall):
         super().__init__(dispatcher, caller)
         self._stream: GetStreamPort | None = None
         self._taken: deque[Sequence[Grant]] = deque()
+        self.final_states: bytes | None = None
+        """The ChunkStates, as soon as nothing comes after what `begin` or `next` gave last."""
 
     def delivered(self, grants: Sequence[Grant]) -> None:
         """The transport took these in full. May be called from any thread.
@@ -123,17 +125,10 @@ class GetCall(_PayloadCall):
         self._tell_delivered()
         grants = await self._stream.next()
         self.tier = max([self.tier, *(g.tier for g in grants or ())])
+        if grants is None or self._stream.exhausted:
+            self.final_states = self._stream.states
+            self.outcome = "ok"
         return grants
-
-    async def states(self) -> bytes:
-        """The ChunkStates, after the last `delivered`."""
-        return await self.step(self._states)
-
-    async def _states(self) -> bytes:
-        assert self._stream is not None, "begin comes first"
-        self._tell_delivered()
-        self.outcome = "ok"
-        return self._stream.states
 
     async def release(self) -> None:
         """End every lease."""

@@ -16,7 +16,11 @@ class GetStreamPort(Protocol):
 
     @property
     def states(self) -> bytes:
-        """One ChunkState per key; right once `next` gave None."""
+        """One ChunkState per key; final once `exhausted`."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether nothing comes after what `next` gave last."""
 
     async def next(self) -> list[Grant] | None:
         """What is ready, in order; None at the end."""

@@ -230,12 +230,27 @@ class GetStream:
         return tier, sum(self.chunk_bytes.values()), self._ended - self._began
 
     @property
+    def exhausted(self) -> bool:
+        """Whether nothing comes after what `next` gave last, so that `states` is final."""
+        return not self._plan
+
+    @property
     def states(self) -> bytes:
-        """One ChunkState per key; final once `next` gave None."""
-        return bytes(
-            state if state >= FIRST_MISS or not left else int(pb.MISS_DEADLINE)
-            for state, left in zip(self._states, self._undelivered, strict=True)
-        )
+        """One ChunkState per key, taking what was handed out as delivered; final once `exhausted`.
+
+        It travels with the last bytes, and means nothing to a client that does not get those.
+        """
+        states, left = bytearray(self._states), list(self._undelivered)
+        for item in self._granted.values():
+            left[item.chunk] -= 1
+            if states[item.chunk] < FIRST_MISS:
+                states[item.chunk] = max(states[item.chunk], int(item.tier))
+        return _with_misses(states, left)
+
+    @property
+    def outcome(self) -> bytes:
+        """One ChunkState per key: held only where everything was delivered."""
+        return _with_misses(self._states, self._undelivered)
 
     async def close(self) -> None:
         """End every lease and count hits and misses. What was not delivered counts as a miss."""
@@ -255,3 +270,10 @@ class GetStream:
         self._granted.clear()
         self._released()
         self._count(self)
+
+
+def _with_misses(states: bytearray, left: list[int]) -> bytes:
+    return bytes(
+        state if state >= FIRST_MISS or not objects else int(pb.MISS_DEADLINE)
+        for state, objects in zip(states, left, strict=True)
+    )

@@ -238,7 +238,7 @@ class Store:
         )
 
     def _count_get(self, stream: GetStream) -> None:
-        count_get(self.accounts, stream.run, stream.states, stream.chunk_bytes)
+        count_get(self.accounts, stream.run, stream.outcome, stream.chunk_bytes)
         self.rates.observe(*stream.observed)
 
     async def begin_put(self, offer: PutOffer) -> PutTicket:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvstored.store.api import Grant, Run
 from kvstored.store.index import NONE
@@ -33,7 +34,8 @@ class _Item:
 
     index: int  # object index of the request
     chunk: int  # index within the run
-    part: int
+    row: int  # of the index, as long as it is of this generation
+    generation: int
     length_bytes: int
     tier: TierKind = TierKind.RAM
     place: int = NONE  # leased RAM place
@@ -69,7 +71,8 @@ class GetStream:
         self._undelivered = [0] * len(run.keys)  # objects of each chunk still to deliver
         self.chunk_bytes: dict[int, int] = {}
         self._plan: deque[_Item] = deque(self._make_plan())
-        self._loading_bytes = 0
+        self._looked = 0  # leading items of the plan that were looked at, and their bytes
+        self._looked_bytes = 0
         cap_bytes = ram.namespace_usage(ns.name).cap_bytes
         self._window_bytes = min(WINDOW_BYTES, cap_bytes // 4)
         self._batch_bytes = min(BATCH_BYTES, cap_bytes // 8)
@@ -104,7 +107,10 @@ class GetStream:
             held.append(chunk)
             self._undelivered[i] = len(rows)
             plan.extend(
-                _Item(i * len(run.parts) + j, i, p, index.object_length[row]) for j, p, row in rows
+                _Item(
+                    i * len(run.parts) + j, i, row, index.generation[row], index.object_length[row]
+                )
+                for j, _, row in rows
             )
         self._residency.touch(self._ns, held)
         return plan
@@ -127,6 +133,8 @@ class GetStream:
                     break
                 await self._wait(item)
             self._plan.popleft()
+            self._looked -= 1
+            self._looked_bytes -= item.length_bytes
             grant = self._grant(item)
             if grant is not None:
                 grants.append(grant)
@@ -134,31 +142,46 @@ class GetStream:
         return grants or None
 
     def _look_ahead(self) -> None:
-        """Start loading the plan's next objects that are not in RAM, up to the window."""
-        if self._loader is None or self._loading_bytes > self._window_bytes // 2:
+        """Start loading the plan's next objects that are not in RAM, up to the window.
+
+        Each is looked at once, and the window refilled when half of it is used up; one that was in
+        RAM and has left it since is loaded when its turn comes.
+        """
+        if self._looked and self._ns.index.place[TierKind.RAM][self._plan[0].row] == NONE:
+            self._load([self._plan[0]])
+        if self._looked and self._looked_bytes > self._window_bytes // 2:
             return
-        loading: list[tuple[_Item, int]] = []
-        ahead_bytes = 0
-        for item in self._plan:
-            if ahead_bytes and ahead_bytes + item.length_bytes > self._window_bytes:
+        loading: list[_Item] = []
+        for item in islice(self._plan, self._looked, None):
+            full = self._looked_bytes + item.length_bytes > self._window_bytes
+            if self._looked and full:
                 break
-            ahead_bytes += item.length_bytes
-            if item.load is not None or self._states[item.chunk] >= FIRST_MISS:
-                continue
-            row = self._row(item)
-            if row != NONE and self._ns.index.place[TierKind.RAM][row] == NONE:
-                loading.append((item, row))
-        rows = [row for _, row in loading]
-        for (item, _), future in zip(
-            loading, self._loader.want(self._ns, rows, self._deadline), strict=True
-        ):
+            self._looked += 1
+            self._looked_bytes += item.length_bytes
+            loading.append(item)
+        self._load(loading)
+
+    def _load(self, items: list[_Item]) -> None:
+        """Load those of the items that are below RAM and not being loaded for us yet."""
+        if self._loader is None:
+            return
+        below = [
+            item
+            for item in items
+            if item.load is None
+            and self._states[item.chunk] < FIRST_MISS
+            and self._alive(item)
+            and self._ns.index.place[TierKind.RAM][item.row] == NONE
+        ]
+        if not below:
+            return
+        futures = self._loader.want(self._ns, [item.row for item in below], self._deadline)
+        for item, future in zip(below, futures, strict=True):
             item.tier = TierKind.NVME
             item.load = future
-            self._loading_bytes += item.length_bytes
 
-    def _row(self, item: _Item) -> int:
-        chunk = self._ns.index.find(self.run.keys[item.chunk])
-        return NONE if chunk == NONE else self._ns.index.find_object(chunk, item.part)
+    def _alive(self, item: _Item) -> bool:
+        return self._ns.index.alive(item.row, item.generation)
 
     async def _wait(self, item: _Item) -> None:
         assert item.load is not None
@@ -184,15 +207,13 @@ class GetStream:
     def _lease(self, item: _Item) -> int:
         """Lease the item's RAM place. Gives 0, or why it cannot be had."""
         if item.load is not None:
-            self._loading_bytes -= item.length_bytes
             if not item.load.done():
                 item.load.cancel()  # the load itself goes on and lands in RAM
                 return int(pb.MISS_DEADLINE)
             loaded = item.load.result()
             item.place = loaded.place
             return loaded.state
-        row = self._row(item)
-        place = self._ns.index.place[TierKind.RAM][row] if row != NONE else NONE
+        place = self._ns.index.place[TierKind.RAM][item.row] if self._alive(item) else NONE
         if place == NONE:
             return int(pb.MISS_EVICTED)
         self._ram.lease(place)

@@ -57,6 +57,16 @@ class Cursor:
         self._left -= count
         return address, count
 
+    def write_bytes(self, data: bytes) -> None:
+        """Copy all of `data` to here."""
+        nbytes = len(data)
+        if self._left >= nbytes:
+            copy(self._address, data, nbytes)
+            self._address += nbytes
+            self._left -= nbytes
+        else:
+            self.write(address_of(data), nbytes)
+
     def write(self, source: int, nbytes: int) -> None:
         """Copy `nbytes` from an address to here."""
         while nbytes:

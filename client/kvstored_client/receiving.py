@@ -191,6 +191,14 @@ class GetReceiver:
         nbytes = len(frame)
         if not 0 < nbytes <= self._block_left:
             raise GarbageError(f"a frame of {nbytes} bytes where {self._block_left} are left")
+        if nbytes <= self._object_left:  # the usual frame: no view, no address, no second step
+            self._hash.update(frame)
+            self._cursor.write_bytes(frame)
+            self._block_left -= nbytes
+            self._object_left -= nbytes
+            if not self._object_left:
+                self._close_object()
+            return
         source = address_of(frame)
         at = 0
         while at < nbytes:

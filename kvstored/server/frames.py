@@ -17,7 +17,7 @@ from kvstored.store.api import Grant, Received, WantedObject
 from kvstored_client.proto import kvstore_pb2 as pb
 
 FRAME_BYTES = 1 << 20
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 32 << 20
 
 
 def blocks(grants: Sequence[Grant], block_bytes: int = BLOCK_BYTES) -> Iterator[Sequence[Grant]]:

@@ -22,8 +22,8 @@ from kvstored_client.proto import kvstore_pb2 as pb
 WINDOW_BYTES = 64 << 20
 """Payload that one Get loads ahead of what it hands out, at most; a quarter of a small cap."""
 
-BATCH_BYTES = 16 << 20
-"""Payload that `next` hands out at once, at most; an eighth of a small cap."""
+BATCH_BYTES = 32 << 20
+"""Payload that `next` hands out at once, at most; a sixteenth of a small cap."""
 
 CountOutcome = Callable[["GetStream"], None]
 
@@ -75,7 +75,7 @@ class GetStream:
         self._looked_bytes = 0
         cap_bytes = ram.namespace_usage(ns.name).cap_bytes
         self._window_bytes = min(WINDOW_BYTES, cap_bytes // 4)
-        self._batch_bytes = min(BATCH_BYTES, cap_bytes // 8)
+        self._batch_bytes = min(BATCH_BYTES, cap_bytes // 16)
         self._granted: dict[int, _Item] = {}
         self._closed = False
         self._began = self._ended = time.monotonic()

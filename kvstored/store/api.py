@@ -6,6 +6,7 @@ The store and everything in this module belongs to the verbs' loop, except the m
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 from kvstored_client.identity import GroupRule
@@ -126,6 +127,14 @@ class PutTicket:
     offer: PutOffer
     states: bytearray
     wanted: list[WantedObject]
+
+
+def let_go(view: memoryview) -> None:
+    """Release a view of RAM, so that its segment can be given back at once and not when the last
+    frame or traceback that names it is collected. One that somebody still reads is left alone.
+    """
+    with contextlib.suppress(BufferError):
+        view.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstored import errors
 from kvstored.store.api import Family, PartInfo
 from kvstored.tiers.base import MAX_OBJECT_BYTES, MIN_OBJECT_BYTES
@@ -74,7 +76,8 @@ class Families:
             family = Family(self._namespace, spec.fingerprint, spec.model, spec.chunk_tokens, {})
         else:
             family = self.by_number[number]
-        fresh = [part for part in spec.parts if self._check_part(family, spec, part)]
+        parts = _distinct(spec.parts)
+        fresh = [part for part in parts if self._check_part(family, spec, part)]
         if len(family.parts) + len(fresh) > MAX_PARTS:
             raise errors.ResourceExhausted(
                 f"family would have more than {MAX_PARTS} parts", "declare fewer, larger parts"
@@ -123,6 +126,18 @@ class Families:
             family.parts.append(PartInfo(name, "", 0, MAX_OBJECT_BYTES, pb.PartSpec(name=name)))
             family.part_index[name] = index
         return index
+
+
+def _distinct(parts: Iterable[pb.PartSpec]) -> list[pb.PartSpec]:
+    """Parts by name; one that comes twice must be the same both times."""
+    by_name: dict[str, pb.PartSpec] = {}
+    for part in parts:
+        if by_name.setdefault(part.name, part) != part:
+            raise errors.FamilyConflict(
+                f"part {part.name!r} is declared twice in one spec, differently",
+                "give parts that differ different names",
+            )
+    return list(by_name.values())
 
 
 def _set_part(family: Family, part: pb.PartSpec) -> None:

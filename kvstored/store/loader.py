@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from kvstored.store.api import let_go
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
@@ -142,7 +143,8 @@ class Loader:
         wanted = [length for length in lengths if length]
         places = await self._room.reserve(TierKind.RAM, ns, wanted) if wanted else []
         if wanted and isinstance(places[0], NoRoom):
-            places = await self._room.reserve(TierKind.RAM, ns, wanted[:1], until)
+            first = wanted[:1]
+            places = await self._room.reserve(TierKind.RAM, ns, first, until, ns.load_queue)
         got = iter(place for place in places if not isinstance(place, NoRoom))
         placed: list[tuple[_Load, int]] = []
         for load, length in zip(batch, lengths, strict=True):
@@ -167,6 +169,7 @@ class Loader:
             # of the read, and it waits for its readers before it reuses a slot.
             outcomes = await self._tier.read([read for _, _, read in reads])
             for (load, place, read), outcome in zip(reads, outcomes, strict=True):
+                let_go(read.into)
                 await self._settle(load, place, read, outcome)
         finally:
             for load, _ in placed:
@@ -200,9 +203,9 @@ class Loader:
     ) -> None:
         ns, index = load.ns, load.ns.index
         if outcome is ReadOutcome.OK:
-            view = self._ram.view(place)
             loop = asyncio.get_running_loop()
-            pieces = await loop.run_in_executor(self._pool, piece_checksums, view)
+            with self._ram.view(place) as view:
+                pieces = await loop.run_in_executor(self._pool, piece_checksums, view)
             if load.alive and index.place[TierKind.RAM][load.row] == NONE:
                 self._ram.publish(place, self._meta(ns, load.row, read, pieces))
                 self._residency.place_object(ns, load.row, TierKind.RAM, place)

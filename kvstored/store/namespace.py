@@ -27,7 +27,9 @@ class Namespace:
         self.families = Families(name)
         self.tenants: list[str] = []
         self._tenant_numbers: dict[str, int] = {}
-        self.room_queue = asyncio.Lock()  # whose turn it is to wait for room; first come
+        # Whose turn it is to wait for room, first come: puts, and loads that a reader waits for.
+        self.put_queue = asyncio.Lock()
+        self.load_queue = asyncio.Lock()
         self.pins: dict[int, float] = {}  # chunk row -> time.monotonic() at which the pin ends
 
     def tenant_number(self, label: str) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstored.store.accounting import Accounts
-from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject
+from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject, let_go
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
@@ -160,6 +160,8 @@ class Putter:
             for got in sorted(received, key=lambda r: r.index):
                 states[got.index] = self._publish(opened, got)
         finally:
+            for wanted in ticket.wanted:
+                let_go(wanted.view)
             self._ram.cancel(list(opened.places.values()))
         for index in opened.places:
             if states[index] == pb.WANTED:
@@ -280,6 +282,8 @@ class Putter:
     def abort(self, ticket: PutTicket) -> None:
         """Give back everything a ticket reserved. Nothing of it becomes readable. Idempotent."""
         opened = self._open.pop(ticket.ticket_id, None)
+        for wanted in ticket.wanted:
+            let_go(wanted.view)
         if opened is not None:
             self._ram.cancel(list(opened.places.values()))
             opened.places.clear()

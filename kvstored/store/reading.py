@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvstored.store.api import Grant, Run
+from kvstored.store.api import Grant, Run, let_go
 from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import FIRST_MISS, needed_chunks
@@ -40,6 +40,7 @@ class _Item:
     tier: TierKind = TierKind.RAM
     place: int = NONE  # leased RAM place
     load: asyncio.Future[Loaded] | None = None
+    view: memoryview | None = None
 
 
 class GetStream:
@@ -201,7 +202,8 @@ class GetStream:
             return None
         self._granted[item.index] = item
         checksum, pieces = self._ram.checksums(item.place)
-        view = self._ram.view(item.place).toreadonly()
+        with self._ram.view(item.place) as writable:
+            view = item.view = writable.toreadonly()
         return Grant(item.index, item.length_bytes, checksum, item.tier, view, pieces)
 
     def _lease(self, item: _Item) -> int:
@@ -235,6 +237,7 @@ class GetStream:
         self._ended = time.monotonic()
         for grant in grants:
             item = self._granted.pop(grant.index)
+            let_go(grant.view)
             self._ram.release(item.place)
             i = item.chunk
             self._undelivered[i] -= 1
@@ -284,6 +287,8 @@ class GetStream:
                     item.load.cancel()
                 elif not item.load.cancelled():
                     item.place = item.load.result().place
+            if item.view is not None:
+                let_go(item.view)
             if item.place != NONE:
                 self._ram.release(item.place)
                 item.place = NONE

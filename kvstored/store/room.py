@@ -37,19 +37,24 @@ class Room:
         self._busy = busy
 
     async def reserve(
-        self, tier: TierKind, ns: Namespace, lengths: Sequence[int], until: float | None = None
+        self,
+        tier: TierKind,
+        ns: Namespace,
+        lengths: Sequence[int],
+        until: float | None = None,
+        queue: asyncio.Lock | None = None,
     ) -> list[int | NoRoom]:
         """Places for the lengths, in order; from the first without room on, why not.
 
-        Evicts what it may. With `until` (time.monotonic()) it waits for room that others hold,
-        and then gives either every place or none.
+        Evicts what it may. With `until` (time.monotonic()) it waits for room that others hold, in
+        `queue` (by default the namespace's for puts), and then gives either every place or none.
         """
         if until is None:
             return await self._reserve_now(tier, ns, lengths)
         # One waiter of a namespace tries at a time, in order of arrival; a crowd that tries anew
         # at every freed place would evict for nobody's good.
         try:
-            async with asyncio.timeout(until - time.monotonic()), ns.room_queue:
+            async with asyncio.timeout(until - time.monotonic()), queue or ns.put_queue:
                 return await self._reserve_waiting(tier, ns, lengths)
         except TimeoutError:
             return [NoRoom.TIER] * len(lengths)

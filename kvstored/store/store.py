@@ -23,7 +23,7 @@ from kvstored.store.api import (
 )
 from kvstored.store.counting import count_get, count_match
 from kvstored.store.index import NONE
-from kvstored.store.loader import Loader
+from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
 from kvstored.store.putting import Putter
@@ -273,48 +273,56 @@ class Store:
         """
         ns = self.namespace(run.namespace)
         state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
-        writing: list[asyncio.Future[bool]] = []
         dropped = 0
         for key in reversed(run.keys):
             chunk = ns.index.find(key)
             if chunk == NONE:
                 continue
-            if self.writer is not None:
-                for row in ns.index.subtree(chunk):
-                    for obj in ns.index.object_rows(row):
-                        future = self.writer.pending(ns, obj)
-                        if future is not None:
-                            writing.append(future)
             self.residency.drop_subtree(ns, chunk, state, "corrupt" if corrupt else "deleted")
             dropped += 1
-        if writing:
-            await asyncio.wait(writing)
+        # Also those that another delete, or the clock, has dropped and is still waiting for.
+        if self.writer is not None and (dying := self.writer.dying(ns)):
+            await asyncio.wait(dying)
         for tier in self.tiers:
             await self._trash.flush(tier)
         return dropped
 
     async def prefetch(self, run: Run, deadline: float) -> bytes:
-        """Bring the run's chunks into RAM. Gives where each is when it returns."""
+        """Bring the run's leading chunks into RAM, as many as half of the namespace's RAM cap
+        holds. Gives where each is when it returns.
+        """
         ns = self.namespace(run.namespace)
-        at_ms = now_ms()
-        rows = [
-            obj
-            for key in run.keys
-            if (chunk := ns.find(key, at_ms)) != NONE
-            for obj in ns.index.object_rows(chunk)
-            if ns.index.object_part[obj] in run.parts and ns.index.place[TierKind.RAM][obj] == NONE
-        ]
+        rows = self._below_ram(ns, run)
         if rows and self._loader is not None:
-            futures = self._loader.want(ns, rows, deadline)
-            try:
-                await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
-            finally:
-                for future in futures:
-                    if not future.cancel() and not future.cancelled():
-                        loaded = future.result()
-                        if loaded.place != NONE:
-                            self.ram.release(loaded.place)
+            futures = self._loader.want(ns, rows, time.monotonic())
+            for future in futures:  # nobody reads what it brings: its lease ends as it begins
+                future.add_done_callback(self._release_loaded)
+            await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
         return match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms).states
+
+    def _below_ram(self, ns: Namespace, run: Run) -> list[int]:
+        """Object rows of the run's leading chunks that are not in RAM, up to half of the cap."""
+        index, at_ms = ns.index, now_ms()
+        left_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
+        rows: list[int] = []
+        for key in run.keys:
+            chunk = ns.find(key, at_ms)
+            if chunk == NONE:
+                continue
+            for row in index.object_rows(chunk):
+                if index.object_part[row] not in run.parts:
+                    continue
+                left_bytes -= self.ram.charge_bytes(index.object_length[row])
+                if left_bytes < 0:
+                    return rows
+                if index.place[TierKind.RAM][row] == NONE:
+                    rows.append(row)
+        return rows
+
+    def _release_loaded(self, future: asyncio.Future[Loaded]) -> None:
+        if not future.cancelled() and (place := future.result().place) != NONE:
+            self.ram.release(place)
+            self._trash.freed.notify()
 
     def pin(self, run: Run, ttl_ms: int) -> bytes:
         """Protect the run's chunks from eviction for a time (at most, and by default, an hour).

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvstored.store.api import let_go
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
 from kvstored.store.room import Room
@@ -63,6 +64,7 @@ class Writer:
         self._trash = trash
         self._queue: deque[Dirty] = deque()
         self._dirty: dict[tuple[int, int], Dirty] = {}  # (namespace number, object row)
+        self._writing: list[Dirty] = []  # the batch under way
         self._work = asyncio.Event()
         self.dirty_bytes = 0
         self.not_written: dict[str, int] = {}  # reason -> objects that stayed in RAM only
@@ -90,8 +92,16 @@ class Writer:
         return any((ns.number, row) in self._dirty for row in ns.index.object_rows(chunk))
 
     def in_flight(self) -> list[asyncio.Future[bool]]:
-        """Futures of everything dirty, for whoever must see the end of it."""
-        return [dirty.durable for dirty in self._dirty.values()]
+        """Futures of everything queued or being written, for whoever must see the end of it."""
+        return [dirty.durable for dirty in (*self._queue, *self._writing)]
+
+    def dying(self, ns: Namespace) -> list[asyncio.Future[bool]]:
+        """Futures of the writes under way whose objects have left the index, whoever dropped them.
+
+        A delete holds only when these have ended and their places are flushed from the trash. What
+        is merely queued will not be written once its object is gone.
+        """
+        return [d.durable for d in self._writing if d.ns is ns and not d.alive]
 
     async def run(self) -> None:
         """Write what comes, for ever; a supervised task."""
@@ -118,6 +128,8 @@ class Writer:
     async def _write(self, batch: list[Dirty]) -> None:
         if not batch:
             return
+        self._writing = batch
+        items: list[tuple[Dirty, ObjectWrite]] = []
         try:
             lengths = [dirty.meta.length_bytes for dirty in batch]
             places = await self._room.reserve(self._tier.kind, batch[0].ns, lengths)
@@ -136,6 +148,9 @@ class Writer:
             for (dirty, item), outcome in zip(items, outcomes, strict=True):
                 self._settle(dirty, item.place, outcome)
         finally:  # also when this task dies: nobody may wait for ever
+            self._writing = []
+            for _, item in items:
+                let_go(item.payload)
             for dirty in batch:
                 self._finish(dirty, False)
 
@@ -165,8 +180,9 @@ class Writer:
 
     def fail_all(self) -> tuple[int, int]:
         """End every waiting write as not durable. Gives the objects and bytes given up."""
-        lost = [dirty for dirty in self._dirty.values() if dirty.alive]
+        left = [*self._queue, *self._writing]
+        lost = [dirty for dirty in left if dirty.alive and not dirty.durable.done()]
         self._queue.clear()
-        for dirty in list(self._dirty.values()):
+        for dirty in left:
             self._finish(dirty, False)
         return len(lost), sum(dirty.meta.length_bytes for dirty in lost)

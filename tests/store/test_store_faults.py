@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,19 @@ from kvstored.errors import KvstoredError
 from kvstored.io.base import RealFiles
 from kvstored.io.faults import Fault, FaultyFiles
 from kvstored_client.proto import kvstore_pb2 as pb
+
+
+class Gate(threading.Event):
+    """An event that says when somebody began to wait for it. Made on the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self.reached = asyncio.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._loop.call_soon_threadsafe(self.reached.set)
+        return super().wait(timeout)
 
 
 async def test_a_device_that_takes_no_writes_leaves_objects_in_ram(tmp_path: Path) -> None:
@@ -63,3 +78,26 @@ async def test_a_delete_that_the_device_refuses_is_not_answered_as_done(tmp_path
             await store.delete(run)
         assert c.states(run) == [pb.MISS_DELETED] * 2
         files.clear()
+
+
+async def test_a_second_delete_waits_for_the_write_that_the_first_waits_for(
+    tmp_path: Path,
+) -> None:
+    files = FaultyFiles(RealFiles())
+    async with open_store(tmp_path, files=files) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(4))
+        gate = Gate()
+        files.inject(Fault("fdatasync", "*/data", stuck=gate))
+        await c.put(run, [payload(i, MIB) for i in range(4)])
+        await gate.reached.wait()
+        first = asyncio.ensure_future(store.delete(run))
+        await asyncio.wait([first], timeout=0.1)
+        first.cancel()  # its client gave up
+        second = asyncio.ensure_future(store.delete(run))
+        await asyncio.wait([second], timeout=0.3)
+        assert not second.done(), "answered while the bytes may still come to the disk"
+        files.clear()
+        gate.set()
+        assert await second == 0
+        assert store.tiers[2].usage().objects == 0

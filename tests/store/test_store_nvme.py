@@ -227,3 +227,21 @@ async def test_a_get_gives_up_at_its_deadline_and_the_load_still_lands(tmp_path:
         await store.prefetch(run, time.monotonic() + 20)
         assert c.states(run) == [pb.IN_RAM] * 4
         assert store.ram.leased_bytes == 0
+
+
+async def test_a_prefetch_of_more_than_ram_holds_up_nobody(tmp_path: Path) -> None:
+    async with open_store(tmp_path, ram_bytes=8 * MIB) as store:
+        c = await client(store, size=MIB)
+        many = c.run(tokens(24, seed=1))
+        for i in range(24):
+            await c.put(c.run(tokens(24, seed=1), i, i + 1), [payload(i, MIB)], durable=True)
+        prefetching = asyncio.ensure_future(store.prefetch(many, time.monotonic() + 20))
+        await asyncio.sleep(0)
+        states = await c.put(c.run(tokens(1, seed=2)), [payload(7, MIB)], timeout_s=5.0)
+        assert list(states) == [pb.STORED]
+        got, _ = await c.get(c.run(tokens(24, seed=1), 23, 24), timeout_s=5.0)
+        assert got == {0: payload(23, MIB)}
+        states = await asyncio.wait_for(prefetching, 10.0)
+        assert 0 < states.count(pb.IN_RAM) < 24
+        await settle(store)
+        assert store.ram.leased_bytes == 0

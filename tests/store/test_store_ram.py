@@ -360,3 +360,36 @@ async def test_family_declarations_are_checked() -> None:
             await store.declare("default", spec)
         with pytest.raises(errors.UnknownFamily):
             store.family("default", bytes(32))
+
+
+async def test_views_of_a_put_that_ended_hold_no_memory() -> None:
+    async with open_store(ram_bytes=8 * MIB) as store:
+        c = await client(store, parts=[KVPart("kv", max_nbytes=4 * MIB)])
+        until = time.monotonic() + 5
+        offer = PutOffer(c.run(tokens(8)), [MIB] * 8, b"", False, True, 0, until)
+        kept = await store.begin_put(offer)  # named by somebody, as by a traceback
+        await store.abort_put(kept)
+        with pytest.raises(ValueError, match="released"):
+            kept.wanted[0].view[0] = 1
+        other = c.run(tokens(2, seed=2))
+        states = await c.put(other, [payload(1, 3 * MIB)] * 2, wait=False)
+        assert list(states) == [pb.STORED] * 2
+        holder, grants = await hold(store, other)
+        stream = store.open_get(other, time.monotonic() + 5)
+        more = await stream.next()
+        assert more
+        await stream.close()
+        with pytest.raises(ValueError, match="released"):
+            bytes(more[0].view)
+        assert bytes(grants[0].view[:1]) == payload(1, 3 * MIB)[:1]
+        await holder.close()
+
+
+async def test_one_spec_may_not_declare_a_part_twice_differently() -> None:
+    async with open_store() as store:
+        c = await client(store, parts=[KVPart("kv", nbytes=8192)])
+        spec = c.kv.spec()
+        spec.parts.add(name="twin", group="default", bytes=4096)
+        spec.parts.add(name="twin", group="default", bytes=8192)
+        with pytest.raises(errors.FamilyConflict, match="twice"):
+            await store.declare("default", spec)

@@ -35,6 +35,7 @@ NVME_STEP_BYTES = 64 * MIB  # so that the default does not change with every byt
 DEFAULT_RAM_BYTES = GIB
 DEFAULT_NVME_BYTES = 10 * GIB
 DEFAULT_HTTP = "127.0.0.1:9441"
+_HTTP_WANTED = f"write host:port, such as {DEFAULT_HTTP}, or the absolute path of a Unix socket"
 LEAST_OBJECT_BYTES = 4096
 LEAST_SECRET_CHARACTERS = 16
 LONGEST_SOCKET_PATH_BYTES = 101  # sun_path of unix(7) less its NUL and "-admin"
@@ -111,7 +112,7 @@ def _listen(section: Section, host: Host) -> ListenSettings:
         "unix", str(host.runtime_dir / "kvstored.sock"), _socket_path, "write an absolute path"
     )
     tcp = section.text("tcp", "", _tcp_or_none, "write host:port, or nothing for no TCP listener")
-    http = section.text("http", DEFAULT_HTTP, _http, "write host:port or an absolute path")
+    http = section.text("http", DEFAULT_HTTP, _http, _HTTP_WANTED)
     if http == unix:
         section.complain("http", "must not be the path of listen.unix")
     insecure = section.boolean("insecure", default=False)
@@ -138,7 +139,8 @@ def _nvme(section: Section, data_dir: Path, report: Report) -> NvmeSettings:
         disk_bytes = 2 * DEFAULT_NVME_BYTES
     default = min(DEFAULT_NVME_BYTES, disk_bytes // 2 // NVME_STEP_BYTES * NVME_STEP_BYTES)
     room = default >= LEAST_NVME_BYTES
-    enabled = section.boolean("enabled", default=room)
+    # Who gives a cap wants the tier: only the default does without it where the disk is small.
+    enabled = section.boolean("enabled", default=room or section.given("cap_bytes"))
     cap_bytes = section.size("cap_bytes", max(default, LEAST_NVME_BYTES), least=LEAST_NVME_BYTES)
     if not enabled:
         if not room and not section.given("enabled"):
@@ -150,8 +152,9 @@ def _nvme(section: Section, data_dir: Path, report: Report) -> NvmeSettings:
     if cap_bytes > disk_bytes:
         section.complain(
             "cap_bytes",
-            f"above what the disk of {data_dir} can hold: {format_size(disk_bytes)} (free "
-            "space and what kvstored holds there already)",
+            f"{format_size(cap_bytes)} is above what the disk of {data_dir} can hold: "
+            f"{format_size(disk_bytes)} (free space and what kvstored holds there already); lower "
+            "it, or set nvme.enabled = false to do without the tier",
         )
     return NvmeSettings(enabled=True, cap_bytes=cap_bytes)
 
@@ -236,13 +239,7 @@ def _socket_path(text: str) -> Path:
 
 
 def _tcp(text: str) -> TcpAddress:
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65_535:
-        raise ValueError("write host:port, such as 0.0.0.0:9440")
-    bare = host.removeprefix("[").removesuffix("]")
-    if not bare or (":" in bare and bare == host):
-        raise ValueError("write a host before the port: 0.0.0.0 for every one, [::] with IPv6")
-    return TcpAddress(bare, int(port))
+    return _address(text, "write host:port, such as 0.0.0.0:9440")
 
 
 def _tcp_or_none(text: str) -> TcpAddress | None:
@@ -250,4 +247,16 @@ def _tcp_or_none(text: str) -> TcpAddress | None:
 
 
 def _http(text: str) -> TcpAddress | Path:
-    return _socket_path(text) if text.startswith(("/", "unix:")) else _tcp(text)
+    if text.startswith(("/", "unix:")):
+        return _socket_path(text)
+    return _address(text, _HTTP_WANTED)
+
+
+def _address(text: str, wanted: str) -> TcpAddress:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(wanted)
+    bare = host.removeprefix("[").removesuffix("]")
+    if not bare or (":" in bare and bare == host):
+        raise ValueError("write a host before the port: 0.0.0.0 for every one, [::] with IPv6")
+    return TcpAddress(bare, int(port))

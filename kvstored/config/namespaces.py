@@ -95,21 +95,22 @@ def _nvme_cap(section: Section, nvme: NvmeSettings) -> int:
 
 def _tokens(section: Section, environ: Mapping[str, str]) -> tuple[Secret, ...]:
     """Tokens as given, one per token file, one per environment variable named."""
-    tokens = [("tokens", text) for text in section.secret_texts("tokens")]
-    for file in section.texts("token_files"):
+    tokens = [(f"tokens[{i}]", t) for i, t in enumerate(section.secret_texts("tokens"))]
+    for i, file in enumerate(section.texts("token_files")):
         try:
-            tokens.append(("token_files", Path(file).expanduser().read_text().strip()))
+            text = Path(file).expanduser().read_text().strip()
+            tokens.append((f"token_files[{i}]", text))
         except (OSError, UnicodeDecodeError) as error:
             section.complain("token_files", f"cannot be read: {error}")
-    for variable in section.texts("token_env"):
+    for i, variable in enumerate(section.texts("token_env")):
         if variable in environ:
-            tokens.append(("token_env", environ[variable].strip()))
+            tokens.append((f"token_env[{i}]", environ[variable].strip()))
         else:
             section.complain("token_env", f"the environment has no variable {variable}")
-    for key, text in tokens:
+    for place, text in tokens:
         if len(text) < LEAST_TOKEN_CHARACTERS or not _TOKEN.fullmatch(text):
             section.complain_secret(
-                key,
+                place,
                 f"a token needs at least {LEAST_TOKEN_CHARACTERS} printable ASCII characters "
                 "without spaces, such as `openssl rand -hex 16` makes",
             )

@@ -62,8 +62,10 @@ class Section:
         self._report.problems.append(f"{self._path}.{key}{value}: {what}")
 
     def complain_secret(self, key: str, what: str) -> None:
-        """As `complain`, for a key whose value must not be shown."""
-        given = self._table.get(key)
+        """As `complain`, for a key whose value must not be shown. `key` may end in an index,
+        "tokens[1]".
+        """
+        given = self._table.get(key.partition("[")[0])
         self._report.problems.append(
             f"{self._path}.{key}{f' ({given.source})' if given else ''}: {what}"
         )

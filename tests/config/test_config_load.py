@@ -14,8 +14,10 @@ from config.config_helpers import GIB, load, problems
 
 from kvstored import config
 from kvstored.config import TcpAddress
+from kvstored.config import host as hosts
 from kvstored.errors import ConfigError
 
+MIB = 1 << 20
 TOKEN = "sesame-open-up-1"
 NAMESPACE = f'[[namespace]]\nname = "a"\ntokens = ["{TOKEN}"]\n'
 
@@ -48,6 +50,27 @@ def test_embedded_defaults(tmp_path: Path) -> None:
 
 def test_default_ram_is_a_quarter_of_little_memory(tmp_path: Path) -> None:
     assert load(tmp_path, memory_bytes=GIB).settings.ram.cap_bytes == GIB // 4
+
+
+@pytest.mark.parametrize("setting", ['cap_bytes = "32MiB"', "enabled = true"])
+def test_only_a_default_does_without_nvme_where_the_disk_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    def disk_of(size_bytes: int) -> None:
+        monkeypatch.setattr(hosts, "disk_for", lambda path: size_bytes)
+
+    disk_of(12 * MIB)
+    silent = load(tmp_path)
+    assert not silent.settings.nvme.enabled
+    assert "room for 12 MiB only" in silent.warnings[0]
+    (problem,) = problems(tmp_path, f"[nvme]\n{setting}")
+    assert problem.startswith("nvme.cap_bytes")
+    assert "12 MiB" in problem
+    assert "nvme.enabled = false" in problem
+    disk_of(40 * MIB)
+    asked = load(tmp_path, f"[nvme]\n{setting}")
+    assert asked.settings.nvme.enabled
+    assert asked.warnings == ()
 
 
 def test_everything_can_be_set(tmp_path: Path) -> None:
@@ -195,6 +218,8 @@ def test_every_fault_is_named_at_once(tmp_path: Path) -> None:
         ("[ram", "not valid TOML"),
         ('[listen]\nunix = "/' + "x" * 120 + '"', "at most 101 bytes"),
         ('[listen]\nunix = "run/k.sock"', "write an absolute path"),
+        ('[listen]\nhttp = "nowhere"', "such as 127.0.0.1:9441, or the absolute path"),
+        ('[listen]\nhttp = "127.0.0.1:http"', "such as 127.0.0.1:9441, or the absolute path"),
         ('[listen]\ntcp = ":9440"\n' + NAMESPACE, "write a host before the port"),
         ('[listen]\ntcp = "h:70000"\n' + NAMESPACE, "write host:port"),
         ('[listen]\ntcp = "::1:9440"\n' + NAMESPACE, "write a host before the port"),
@@ -218,6 +243,25 @@ def test_one_fault_one_message(tmp_path: Path, toml: str, what: str) -> None:
     found = problems(tmp_path, toml)
     assert len(found) == 1, found
     assert what in found[0]
+
+
+def test_each_bad_token_is_named_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("x\n")
+    toml = f"""
+    [[namespace]]
+    name = "a"
+    tokens = ["hunter2", "{TOKEN}", "hunter3"]
+    token_files = ["{tmp_path}/short"]
+    token_env = ["GOOD", "BAD"]
+    """
+    found = problems(tmp_path, toml, {"GOOD": TOKEN, "BAD": "hunter4"})
+    assert [p.split(" (")[0] for p in found] == [
+        "namespace.a.tokens[0]",
+        "namespace.a.tokens[2]",
+        "namespace.a.token_files[0]",
+        "namespace.a.token_env[1]",
+    ]
+    assert "hunter" not in " ".join(found)
 
 
 def test_no_message_shows_a_secret(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from kvstored_client.errors import (
     BufferTypeError,
     ReadOnlyBufferError,
 )
+from kvstored_client.identity.parts import MAX_OBJECT_BYTES
+
+_MAX_INT64 = 2**63 - 1
 
 
 @runtime_checkable
@@ -66,8 +69,9 @@ class Rows:
 class Iov:
     """Objects as scattered fragments: `counts[i]` fragments make up object i, in order.
 
-    `addresses` and `lengths` (bytes) have one entry per fragment, shape [sum of counts]. The caller
-    vouches for the memory and keeps it alive for the call.
+    `addresses` and `lengths` (bytes) have one entry per fragment, shape [sum of counts]; the
+    fragments of one object have at most 256 MiB together, for a get too. The caller vouches for the
+    memory and keeps it alive for the call.
     """
 
     addresses: ArrayLike
@@ -244,26 +248,51 @@ def _iov_regions(iov: Iov, want: Want) -> Regions:
     counts = _column("Iov.counts", iov.counts)
     if len(counts) != len(want):
         raise BufferCountError(f"Iov.counts has {len(counts)} entries for {len(want)} objects")
-    if len(addresses) != len(lengths) or (counts < 0).any() or counts.sum() != len(lengths):
+    # Each value is bounded before any are added: int64 sums wrap, and may wrap to what is right.
+    spoilt = (counts < 0).any() or (counts > len(lengths)).any()
+    if len(addresses) != len(lengths) or spoilt or counts.sum() != len(lengths):
         raise BufferCountError(
             f"Iov has {len(addresses)} addresses, {len(lengths)} lengths and counts that add up to "
-            f"{counts.sum()}",
+            f"{sum(counts.tolist())}",
             "give one address and one length per fragment",
         )
-    if (lengths <= 0).any() or (addresses == 0).any():
-        raise BufferSizeError("Iov has an empty fragment or a null address")
+    _check_fragments(addresses, lengths)
     first = np.concatenate([[0], np.cumsum(counts)])
     running = np.concatenate([[0], np.cumsum(lengths)])
     sizes = (running[first[1:]] - running[first[:-1]]).astype(np.int64)
+    large = sizes > MAX_OBJECT_BYTES
+    if large.any():
+        i = int(np.argmax(large))
+        raise BufferSizeError(
+            f"the fragments of Iov for object {i} ({want.names[i]}) have {sizes[i]} bytes",
+            f"an object has at most {MAX_OBJECT_BYTES}",
+        )
     return Regions(addresses.tolist(), lengths.tolist(), first.tolist(), sizes, [iov])
+
+
+def _check_fragments(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    wrong = (lengths <= 0) | (lengths > MAX_OBJECT_BYTES)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise BufferSizeError(
+            f"fragment {i} of Iov has {lengths[i]} bytes",
+            f"a fragment has 1 to {MAX_OBJECT_BYTES}; leave empty ones out",
+        )
+    wrong = (addresses <= 0) | (addresses > _MAX_INT64 - MAX_OBJECT_BYTES)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise BufferSizeError(f"fragment {i} of Iov is at address {addresses[i]:#x}: not memory")
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BufferTypeError(
-            f"{name} must be integers of shape [n], not {array.dtype} of shape {array.shape}"
+            f"{name} must be integers of 64 bits, shape [n], not {array.dtype} of shape "
+            f"{array.shape}"
         )
+    if array.size and array.dtype.kind == "u" and int(array.max()) > _MAX_INT64:
+        raise BufferTypeError(f"{name} must be integers of 64 bits, signed, not {array.max()}")
     return array.astype(np.int64)
 
 

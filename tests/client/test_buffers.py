@@ -166,6 +166,9 @@ def test_a_checksum_is_over_all_fragments_in_order() -> None:
     assert [checksum(whole, i) for i in range(N)] == [checksum(scattered, i) for i in range(N)]
 
 
+WRAPPING_SIZE = [2**62] * 4 + [SIZE]
+"""Lengths whose sum is SIZE modulo 2**64."""
+
 MISTAKES: list[tuple[object, type[UsageError], str]] = [
     (bytearray(N * SIZE - 1), BufferSizeError, "need at least 20480"),
     (bytes(N * SIZE), ReadOnlyBufferError, "read-only"),
@@ -197,8 +200,22 @@ MISTAKES: list[tuple[object, type[UsageError], str]] = [
     (Iov([1] * 5, [4096] * 5, [1, 1, 1, 1, 2]), BufferCountError, "add up to 6"),
     (Iov([1] * 5, [4096] * 5, [2, 1, 1, 2, -1]), BufferCountError, "fragment"),
     (Iov([1] * 5, [4095] * 5, [1] * 5), BufferSizeError, "destination 0"),
-    (Iov([0] * 5, [4096] * 5, [1] * 5), BufferSizeError, "null address"),
-    (Iov([1] * 6, [4096] * 5 + [0], [1] * 4 + [2]), BufferSizeError, "empty fragment"),
+    (Iov([0] * 5, [4096] * 5, [1] * 5), BufferSizeError, "at address 0x0"),
+    (Iov([1] * 6, [4096] * 5 + [0], [1] * 4 + [2]), BufferSizeError, "fragment 5 of Iov has 0"),
+    (Iov([1] * 5, [4096] * 4 + [-1], [1] * 5), BufferSizeError, "fragment 4 of Iov has -1"),
+    (Iov([1] * 6, [4096] * 4 + [2**63 - 1] * 2, [1] * 4 + [2]), BufferSizeError, "fragment 4"),
+    # Sums that int64 would bring back to what is asked for.
+    (Iov([1] * 9, WRAPPING_SIZE + [4096] * 4, [5, 1, 1, 1, 1]), BufferSizeError, "fragment 0"),
+    (Iov([1] * 5, [4096] * 5, [2**62] * 4 + [5]), BufferCountError, "18446744073709551621"),
+    (Iov([1] * 5, np.array([2**64 - 4096] * 5, "u8"), [1] * 5), BufferTypeError, "of 64 bits"),
+    (
+        Iov([1] * 6, [2**27 + 1] * 2 + [4096] * 4, [2, 1, 1, 1, 1]),
+        BufferSizeError,
+        "at most 268435",
+    ),
+    (Iov([2**63 - 1] * 5, [4096] * 5, [1] * 5), BufferSizeError, "address"),
+    (Iov([-1] * 5, [4096] * 5, [1] * 5), BufferSizeError, "address"),
+    (Iov([1] * 5, [2**64] * 5, [1] * 5), BufferTypeError, "of 64 bits"),
 ]
 
 

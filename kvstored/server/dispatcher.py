@@ -202,6 +202,7 @@ class Dispatcher:
         """Drop chunks. Runs to its end once begun."""
         with self.observed("delete", caller):
             run = self.run_of(request.run, request.ctx, caller)
+            check.check_delete(request)
             corrupt = request.reason == pb.DeleteRequest.CORRUPT
             return pb.DeleteReply(deleted=await self.finish(self.store.delete(run, corrupt)))
 

@@ -166,6 +166,11 @@ def check_match(request: pb.MatchRequest) -> None:
         raise Unimplemented("hold is not served on this transport", "match without hold")
 
 
+def check_delete(request: pb.DeleteRequest) -> None:
+    """Check the fields of Delete beside its run."""
+    _check_enum("reason", request.reason, pb.DeleteRequest.Reason.values())
+
+
 def _check_enum(field: str, value: int, known: list[int]) -> None:
     if value not in known:
         raise BadRequest(f"{field}: {value} is unknown to this daemon", f"use one of {known}")

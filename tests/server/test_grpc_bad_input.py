@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from server.serving import MIB, PART_BYTES, Refused, Served, Wire, header, run, serving
 
 from kvstored.server.limits import Limits
@@ -131,3 +132,24 @@ async def test_a_bug_says_nothing_of_the_inside(
     assert failure.value.error.code == pb.INTERNAL
     assert "secret" not in failure.value.details
     assert "a secret of the inside" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "says"),
+    [
+        (methods.DELETE, pb.DeleteRequest(run=run(1), reason=77), "reason: 77"),
+        (methods.MATCH, pb.MatchRequest(run=run(1), mode=77), "mode: 77"),
+        (methods.MATCH, pb.MatchRequest(run=run(1), depth=77), "depth: 77"),
+        (methods.PUT, pb.PutHeader(run=run(1), lengths_bytes=[0], durability=77), "durability: 77"),
+        (methods.PUT, pb.PutHeader(run=run(1), lengths_bytes=[0], when_full=77), "when_full: 77"),
+    ],
+)
+async def test_an_enum_value_that_is_not_known_is_refused(
+    wire: Wire, method: methods.Method, request_: Message, says: str
+) -> None:
+    with pytest.raises(Refused, match=says) as failure:
+        if isinstance(request_, pb.PutHeader):
+            await to_thread(wire.put, request_, [])
+        else:
+            await to_thread(wire.unary, method, request_)
+    assert failure.value.error.code == pb.BAD_REQUEST

@@ -155,10 +155,12 @@ class SessionKeeper:
     def noted(self, result: _Result | Failure) -> _Result | Failure:
         """Pass a result on; log when the daemon's condition changes, not with every call."""
         kind = result.kind if isinstance(result, Failure) else None
+        if kind is FailureKind.CLOSED:
+            return result  # says nothing of the daemon
         if kind in (FailureKind.UNREACHABLE, FailureKind.DRAINING):
             # Whoever answers next may be another daemon.
             self._session = None
-        trouble = kind.value if kind is not None and kind is not FailureKind.CLOSED else ""
+        trouble = kind.value if kind is not None else ""
         if trouble == self._trouble:
             return result
         with self._lock:

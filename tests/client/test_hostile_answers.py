@@ -98,6 +98,21 @@ def test_lies_cost_misses_and_nothing_else(
     assert result.bytes_by_tier == {"ram": OBJECT_BYTES}
 
 
+def test_a_call_that_the_daemon_cancels_is_not_one_that_the_client_closed(
+    server: WireServer, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    def script(request: pb.GetRequest, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield from first_chunk_then()()
+        context.abort(grpc.StatusCode.CANCELLED, "stopping")
+
+    server.on_get = script
+    with caplog.at_level(logging.INFO, "kvstored_client"):
+        result = make_client(server.target).get(PREFIX, Canary(CHUNKS).into)
+    assert (result.chunks, result.reason) == (1, "unreachable")
+    assert "stopping" in result.detail
+    assert ": unreachable: CANCELLED: stopping" in caplog.text
+
+
 def test_wrong_bytes_are_a_corrupt_miss(server: WireServer, make_client: MakeClient) -> None:
     def script(request: pb.GetRequest, context: object) -> Iterator[bytes]:
         for i in range(CHUNKS):

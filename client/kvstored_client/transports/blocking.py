@@ -68,7 +68,11 @@ class BlockingTransport:
             finally:
                 del channel  # whoever waits to go on must not keep grpc from shutting down
                 self._leave(running)
-            if not (isinstance(answer, Failure) and running.interrupted):
+            if not isinstance(answer, Failure):
+                return answer
+            if self._closed:
+                return CLIENT_CLOSED
+            if not running.interrupted:
                 return answer
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ _KINDS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: FailureKind.DEADLINE,
     grpc.StatusCode.UNAUTHENTICATED: FailureKind.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED: FailureKind.UNAUTHENTICATED,
-    grpc.StatusCode.CANCELLED: FailureKind.CLOSED,
+    # A daemon that stops cancels what still runs. Where the client was closed the transport knows.
+    grpc.StatusCode.CANCELLED: FailureKind.UNREACHABLE,
 }
 
 

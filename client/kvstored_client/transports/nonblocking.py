@@ -56,7 +56,7 @@ class AsyncTransport:
                 return await self._download(channel, step)
             return await self._upload(channel, step)
         except grpc.aio.AioRpcError as error:
-            return _failure(error)
+            return CLIENT_CLOSED if self._was_closed() else _failure(error)
         except GarbageError as error:
             return error.failure()
         except (grpc.aio.UsageError, asyncio.CancelledError):

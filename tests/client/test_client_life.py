@@ -317,3 +317,20 @@ def test_tcp_targets_are_names_and_ports(server: WireServer, make_client: MakeCl
     assert client.get(PREFIX, canary.into).reason == "unreachable"
     nowhere = make_client("dns:///no-such-host.invalid:9440")
     assert nowhere.match(PREFIX, timeout_s=5).reason in ("unreachable", "deadline")
+
+
+SHOW_VERBOSITY = "import os, kvstored_client.client; print(os.environ['GRPC_VERBOSITY'])"
+
+
+@pytest.mark.parametrize(("given", "used"), [(None, "ERROR"), ("INFO", "INFO")])
+def test_a_verbosity_of_grpc_that_the_user_set_stays(given: str | None, used: str) -> None:
+    environ = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW_VERBOSITY],
+        env=environ | ({} if given is None else {"GRPC_VERBOSITY": given}),
+        capture_output=True,
+        text=True,
+        timeout=GIVE_UP_S,
+        check=True,
+    )
+    assert done.stdout == used + "\n"

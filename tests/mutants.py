@@ -121,10 +121,30 @@ MUTANTS = (
     Mutant(
         "a delete that does not wait for the disk",
         "kvstored/store/store.py",
-        "        if writing:\n            await asyncio.wait(writing)\n"
         "        for tier in self.tiers:\n            await self._trash.flush(tier)\n",
         "",
         ("tests/store/test_store_nvme.py",),
+    ),
+    Mutant(
+        "a delete that forgets the writes under way",
+        "kvstored/store/store.py",
+        "(dying := self.writer.dying(ns))",
+        "(dying := [])",
+        ("tests/store/test_store_faults.py",),
+    ),
+    Mutant(
+        "a prefetch that keeps what it loaded leased",
+        "kvstored/store/store.py",
+        "future.add_done_callback(self._release_loaded)",
+        "pass",
+        ("tests/store/test_store_nvme.py",),
+    ),
+    Mutant(
+        "views that outlive their put",
+        "kvstored/store/putting.py",
+        "let_go(wanted.view)",
+        "pass",
+        ("tests/store/test_store_ram.py",),
     ),
 )
 

@@ -19,14 +19,14 @@ from kvstored.kvctl.selection import Mistake, hex_bytes
 from kvstored.kvctl.text import Json
 from kvstored.server.sockets import admin_socket_path
 from kvstored_client import KVStoredClientError
-from kvstored_client.errors import UsageError
+from kvstored_client.errors import ConnectError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run kvctl; the exit status."""
     args = command_line.parser().parse_args(argv)
     try:
-        outcome = COMMANDS[args.command](args, Access.of(args, os.environ))
+        outcome = _carry_out(args, Access.of(args, os.environ))
     except (Mistake, UsageError) as error:
         outcome = failure(WRONG_USAGE, str(error))
     except KVStoredClientError as error:
@@ -42,6 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "error" in outcome.answer:
         sys.stderr.write(f"kvctl: {outcome.people}\n")
     return outcome.status
+
+
+def _carry_out(args: argparse.Namespace, access: Access) -> Outcome:
+    try:
+        return COMMANDS[args.command](args, access)
+    except ConnectError as error:
+        message = (
+            f"no daemon answers at {access.target}: start it with `kvstored serve`, or name it "
+            "with --target"
+        )
+        return failure(FAILED, message, str(error))
 
 
 def _status(_args: argparse.Namespace, access: Access) -> Outcome:

@@ -18,6 +18,9 @@ class Outcome:
     people: str
 
 
-def failure(status: int, message: str) -> Outcome:
-    """A command that could not be carried out."""
-    return Outcome(status, {"error": message}, message)
+def failure(status: int, message: str, detail: str = "") -> Outcome:
+    """A command that could not be carried out. `detail` is what a library says of it."""
+    answer: dict[str, Json] = {"error": message}
+    if detail:
+        answer["detail"] = detail
+    return Outcome(status, answer, f"{message}\n  {detail}" if detail else message)

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         TierUsage,
         UsageResult,
     )
+    from kvstored_client.target import default_target
 
 _HOMES = {
     "aio": ("AsyncKVClient",),
@@ -120,6 +121,7 @@ _HOMES = {
         "TierUsage",
         "UsageResult",
     ),
+    "target": ("default_target",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -188,5 +190,6 @@ __all__ = [
     "UsageError",
     "UsageResult",
     "VersionError",
+    "default_target",
     "derive_namespace_salt",
 ]

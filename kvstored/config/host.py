@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstored_client import target
+
 _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -40,17 +42,12 @@ def state_dir(environ: Mapping[str, str]) -> Path:
 
 
 def runtime_dir(environ: Mapping[str, str], uid: int | None = None) -> Path:
-    """Where sockets go by default: systemd's RuntimeDirectory, else the user's, else a directory
-    of the user's own (root's is /run/kvstored).
+    """Where sockets go by default: systemd's RuntimeDirectory, else where clients of this user look
+    (`kvstored_client.target`).
     """
     if given := environ.get("RUNTIME_DIRECTORY"):
         return Path(given.split(":")[0])
-    if given := environ.get("XDG_RUNTIME_DIR"):
-        return Path(given) / "kvstored"
-    uid = os.getuid() if uid is None else uid
-    if uid == 0:
-        return Path("/run/kvstored")
-    return Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"kvstored-{uid}"
+    return target.runtime_dir(environ, uid)
 
 
 def memory_allowed(proc: Path = Path("/proc")) -> tuple[int, str]:

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstored.config.host import runtime_dir
 from kvstored.kvctl.selection import Mistake, read_text
 from kvstored.kvctl.wire import Wire
-from kvstored_client import KVClient
+from kvstored_client import KVClient, default_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Access:
             if not token:
                 raise Mistake(f"--token-file {file} is empty")
         return cls(
-            target=given or f"unix://{runtime_dir(environ) / 'kvstored.sock'}",
+            target=given or default_target(environ),
             namespace=args.namespace or environ.get("KVCTL_NAMESPACE") or "default",
             token=token or None,
             timeout_s=args.timeout,

@@ -41,7 +41,8 @@ def _common() -> argparse.ArgumentParser:
     group.add_argument(
         "--target",
         metavar="T",
-        help="unix:///path or dns:///host:port ($KVCTL_TARGET; default: this user's daemon)",
+        help="unix:///path or dns:///host:port ($KVCTL_TARGET or $KVSTORED_TARGET; default: this "
+        "user's daemon, else the system's)",
     )
     group.add_argument("--namespace", metavar="N", help='($KVCTL_NAMESPACE; default: "default")')
     group.add_argument(

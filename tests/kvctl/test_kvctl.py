@@ -46,6 +46,7 @@ def target() -> Iterator[str]:
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("TARGET", "NAMESPACE", "TOKEN", "TOKEN_FILE"):
         monkeypatch.delenv(f"KVCTL_{name}", raising=False)
+    monkeypatch.delenv("KVSTORED_TARGET", raising=False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -270,9 +271,28 @@ def test_no_daemon(capsys: pytest.CaptureFixture[str], tmp_path: Path, prompt: l
     ):
         assert main([*words, *nowhere]) == 1
         captured = capsys.readouterr()
-        assert captured.err.startswith("kvctl: ")
-        assert "Traceback" not in captured.err
+        first, _, detail = captured.err.partition("\n")
+        assert first == (
+            f"kvctl: no daemon answers at unix://{tmp_path}/none.sock: start it with `kvstored "
+            "serve`, or name it with --target"
+        )
+        assert "none.sock" in detail
+        assert "Traceback" not in detail
         assert captured.out == ""
+    assert main(["list", *nowhere, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["error"].startswith("no daemon answers at unix://")
+    assert "none.sock" in answer["detail"]
+
+
+def test_the_daemon_is_where_every_client_looks(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVSTORED_TARGET", target)
+    assert main(["usage", "--json"]) == 0
+    monkeypatch.setenv("KVCTL_TARGET", "unix:///nowhere/k.sock")
+    assert main(["usage", "--json"]) == 1
+    assert "/nowhere/k.sock" in capsys.readouterr().err
 
 
 def test_a_broken_target_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

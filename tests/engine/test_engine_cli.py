@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvstored_client.engine import demo
-from kvstored_client.engine.__main__ import default_target, main
+from kvstored_client.engine.__main__ import _summary, _token, main
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
 from kvstored_client.engine.engine import Completion
 from kvstored_client.engine.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ def test_answers_without_a_daemon_and_says_so(tmp_path: Path) -> None:
     assert answer["finish_reason"] == "length"
     assert answer["cached_tokens"] == 0
     assert done.stderr.startswith("kvstored is away, going on without it: ")
+    assert f" computed; store unix://{tmp_path}/none.sock away; first token" in done.stderr
     assert (tmp_path / "kvstored" / "fingerprints.json").exists()
 
 
@@ -59,12 +61,65 @@ def test_mistakes_are_said_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_default_target_is_where_a_daemon_listens_by_default() -> None:
-    assert default_target({"KVSTORED_TARGET": "dns:///a:1"}) == "dns:///a:1"
-    assert default_target({"XDG_RUNTIME_DIR": "/r"}) == "unix:///r/kvstored/kvstored.sock"
-    uid = os.getuid()
-    home = "/run/kvstored" if uid == 0 else f"/t/kvstored-{uid}"
-    assert default_target({"TMPDIR": "/t"}) == f"unix://{home}/kvstored.sock"
+@pytest.mark.parametrize(
+    ("prompt", "cached", "reason", "target", "answered", "says"),
+    [
+        (
+            32,
+            0,
+            "",
+            "unix:///k",
+            True,
+            "32 prompt tokens: 0 from the store, 32 computed; store "
+            "unix:///k answered (it keeps whole chunks of 64 tokens); first",
+        ),
+        (
+            200,
+            0,
+            "never_stored",
+            "unix:///k",
+            True,
+            "200 prompt tokens: 0 from the store, 200 "
+            "computed; store unix:///k answered (never_stored); first",
+        ),
+        (
+            200,
+            192,
+            "",
+            "unix:///k",
+            True,
+            "200 prompt tokens: 192 from the store (4.0 MB from ram)"
+            ", 8 computed; store unix:///k answered; first",
+        ),
+        (200, 0, "unreachable", "unix:///k", True, "store unix:///k away (unreachable); first"),
+        (200, 0, "", "unix:///k", False, "200 computed; store unix:///k away; first"),
+        (200, 0, "", None, False, "200 computed; no store asked; first"),
+    ],
+)
+def test_the_summary_says_what_the_store_did(
+    prompt: int, cached: int, reason: str, target: str | None, answered: bool, says: str
+) -> None:
+    tiers = {"ram": 4_000_000} if cached else {}
+    done = Completion(prompt, [1], "length", cached, tiers, reason, 5.0, 0.0, 9.0)
+    assert says in _summary(done, target, answered=answered)
+
+
+def test_a_token_is_never_an_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--prompt", "x", "--token", "secret-token"])
+    assert ended.value.code == 2
+    file = tmp_path / "token"
+    file.write_text("from-the-file\n")
+    assert _token(str(file), {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-file"
+    monkeypatch.setattr("sys.stdin", io.StringIO("from-stdin\n"))
+    assert _token("-", {}) == "from-stdin"
+    assert _token(None, {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-environment"
+    assert _token(None, {}) is None
+    file.write_text("\n")
+    assert main(["--prompt", "x", "--token-file", str(file)]) == 2
+    assert "is empty" in capsys.readouterr().err
 
 
 def completion(

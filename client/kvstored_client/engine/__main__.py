@@ -8,11 +8,11 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvstored_client import KVClient
+from kvstored_client import KVClient, default_target
+from kvstored_client.engine.blocks import CHUNK_TOKENS
 from kvstored_client.engine.checkpoint import bundled_smollm2, load_gguf
 from kvstored_client.engine.engine import Completion, make_engine
 from kvstored_client.engine.fingerprint import weights_fingerprint
@@ -20,24 +20,11 @@ from kvstored_client.engine.model import LlamaModel
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.errors import ServiceError, UsageError
+from kvstored_client.failures import FailureKind
 
 EXIT_MISTAKE = 2
 PUT_WAIT_S = 30.0
-
-
-def default_target(environ: Mapping[str, str]) -> str:
-    """$KVSTORED_TARGET, else the socket where a daemon listens that was told nothing else (see
-    docs/configuration.md).
-    """
-    if given := environ.get("KVSTORED_TARGET"):
-        return given
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        folder = Path(runtime) / "kvstored"
-    elif os.getuid() == 0:
-        folder = Path("/run/kvstored")
-    else:
-        folder = Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"kvstored-{os.getuid()}"
-    return f"unix://{folder}/kvstored.sock"
+_AWAY = frozenset(kind.value for kind in FailureKind)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,14 +32,25 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m kvstored_client.engine",
         description="Answer one prompt with the reference engine, using kvstored where there is "
         "one. The answer goes to stdout, what it took to stderr.",
+        allow_abbrev=False,  # --token would be taken for --token-file
     )
     parser.add_argument("--prompt", required=True, help="the user's message")
     parser.add_argument("--system", default="", help="a system message before it")
     parser.add_argument("--raw", action="store_true", help="complete the prompt, no chat template")
     parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--target", metavar="TARGET", help="unix:///path or dns:///host:port")
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="unix:///path or dns:///host:port (default: $KVSTORED_TARGET, else this user's "
+        "daemon, else the system's)",
+    )
     parser.add_argument("--namespace", default="default")
-    parser.add_argument("--token", help="default: $KVSTORED_TOKEN")
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file that holds the namespace's token, - for standard input (default: the token "
+        "itself in $KVSTORED_TOKEN)",
+    )
     parser.add_argument("--no-store", action="store_true", help="do not use kvstored")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
@@ -75,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
-    target = arguments.target or default_target(os.environ)
-    token = arguments.token or os.environ.get("KVSTORED_TOKEN")
+    target = arguments.target or default_target()
     with contextlib.ExitStack() as stack:
         store = None
         if not arguments.no_store:
+            token = _token(arguments.token_file, os.environ)
             store = _reachable(stack.enter_context(KVClient(target, arguments.namespace, token)))
         checkpoint = load_gguf(arguments.model or bundled_smollm2())
         tokenizer = Tokenizer(checkpoint.tokenizer)
@@ -97,10 +95,21 @@ def _run(arguments: argparse.Namespace) -> int:
         else:
             sys.stdout.write(text + "\n")
         sys.stdout.flush()
-        sys.stderr.write(_summary(completion) + "\n")
+        asked = None if arguments.no_store else target
+        sys.stderr.write(_summary(completion, asked, answered=store is not None) + "\n")
         if not engine.close(PUT_WAIT_S):
             sys.stderr.write("kvstored did not take all new chunks in time\n")
     return 0
+
+
+def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
+    """The token, from a file or the environment: arguments are readable by everybody."""
+    if file is None:
+        return environ.get("KVSTORED_TOKEN") or None
+    token = (sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")).strip()
+    if not token:
+        raise ValueError(f"--token-file {file} is empty")
+    return token
 
 
 def _prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
@@ -120,12 +129,31 @@ def _reachable(client: KVClient) -> KVClient | None:
     return client
 
 
-def _summary(completion: Completion) -> str:
+def _summary(completion: Completion, target: str | None, *, answered: bool) -> str:
+    """What became of the prompt, in one line. `target`: the store asked, None for none;
+    `answered`: it did when the command began.
+    """
     tiers = ", ".join(f"{b / 1e6:.1f} MB from {t}" for t, b in completion.bytes_by_tier.items())
+    computed = completion.prompt_tokens - completion.cached_tokens
     return (
-        f"{completion.prompt_tokens} prompt tokens, {completion.cached_tokens} of them not computed"
-        f"{f' ({tiers})' if tiers else ''}; first token after {completion.ttft_ms:.0f} ms"
+        f"{completion.prompt_tokens} prompt tokens: {completion.cached_tokens} from the store"
+        f"{f' ({tiers})' if tiers else ''}, {computed} computed; "
+        f"{_store_state(completion, target, answered)}; "
+        f"first token after {completion.ttft_ms:.0f} ms"
     )
+
+
+def _store_state(completion: Completion, target: str | None, answered: bool) -> str:
+    if target is None:
+        return "no store asked"
+    if not answered:
+        return f"store {target} away"
+    reason = completion.miss_reason
+    if reason in _AWAY:
+        return f"store {target} away ({reason})"
+    if completion.prompt_tokens < CHUNK_TOKENS:
+        return f"store {target} answered (it keeps whole chunks of {CHUNK_TOKENS} tokens)"
+    return f"store {target} answered{f' ({reason})' if reason else ''}"
 
 
 def _report(model: str, completion: Completion, text: str) -> dict[str, object]:

@@ -15,7 +15,9 @@ import pytest
 from kvstored_client.engine import demo
 from kvstored_client.engine.__main__ import _summary, _token, main
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
+from kvstored_client.engine.demo_progress import PrefillProgress
 from kvstored_client.engine.engine import Completion
+from kvstored_client.engine.model import LlamaModel
 from kvstored_client.engine.tokenizer import Tokenizer
 
 GIVE_UP_S = 110.0
@@ -162,6 +164,42 @@ def test_a_differing_token_or_a_lost_hit_fails_the_demo() -> None:
     assert (report["tokens_identical"], good) == (False, False)
     report, good = demo._report("m", four_passes([1, 2], 1920))
     assert (report["tokens_identical"], good) == (True, False)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_a_line_now_and_then_and_in_place_on_a_terminal() -> None:
+    times = iter([0.0, 1.0, 3.5, 3.5, 4.0, 9.0])
+    out = io.StringIO()
+    progress = PrefillProgress(out, every_s=3.0, clock=lambda: next(times))
+    for tokens in (64, 128, 192):
+        progress.step(tokens, 256)
+    progress.step(256, 256)
+    progress.end()
+    assert out.getvalue() == "    128 of 256 prompt tokens in place ...\n"
+
+    screen = Terminal()
+    progress = PrefillProgress(screen)
+    progress.step(64, 256)
+    progress.step(256, 256)
+    progress.end()
+    assert "\n" not in screen.getvalue()
+    *_, last, rest = screen.getvalue().split("\r\x1b[K")
+    assert last == "    256 of 256 prompt tokens in place ..."
+    assert rest == ""
+
+
+def test_table_shows_the_first_turn_of_each_pass(model: LlamaModel) -> None:
+    passes = four_passes([1, 2], 1984)
+    passes[1].completions[0] = completion([1, 2], 0, ttft_ms=901.0)
+    lines = demo._table(passes, model).splitlines()
+    assert lines[0].split()[:4] == ["1st", "TTFT", "TTFT", "p50"]
+    assert lines[2].split()[:5] == ["empty", "901", "ms", "100", "ms"]
+    assert "only its 1st TTFT is cold" in lines[-1]
+    assert max(map(len, lines)) <= 100
 
 
 def test_document_is_long_enough(tokenizer: Tokenizer) -> None:

@@ -204,3 +204,18 @@ def test_what_changes_the_bytes_changes_the_family(other: KVFamily) -> None:
     family = family_of(TINY, WEIGHTS)
     assert family.parts[0].nbytes == 3 * 2 * 64 * 2 * 16 * 4
     assert other.fingerprint != family.fingerprint
+
+
+def test_prefill_says_how_far_it_is(tiny: LlamaModel) -> None:
+    steps: list[tuple[int, int]] = []
+    store = DictStore()
+    for prompt, expected in (
+        (tiny_prompt(130), [(0, 130), (64, 130), (128, 130), (130, 130)]),
+        (tiny_prompt(130), [(128, 130), (130, 130)]),
+        (tiny_prompt(128), [(127, 128), (128, 128)]),
+    ):
+        engine = with_store(tiny, store)
+        steps.clear()
+        engine.generate(prompt, SHORT, on_prefill=lambda *step: steps.append(step))
+        assert steps == expected
+        assert engine.close(60)

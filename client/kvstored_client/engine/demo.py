@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from kvstored_client import KVClient
 from kvstored_client.engine.checkpoint import Checkpoint, bundled_smollm2, load_gguf
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
+from kvstored_client.engine.demo_progress import PrefillProgress
 from kvstored_client.engine.engine import Completion, Engine, make_engine
 from kvstored_client.engine.fingerprint import weights_fingerprint
 from kvstored_client.engine.model import LlamaModel
@@ -38,6 +39,11 @@ CONVERSATIONS = (
         "Within how many days must the President return a bill?",
         "And what happens if the President does not return it?",
     ),
+)
+NOTES = (
+    "1st TTFT: of the first turn; TTFT p50: median of all turns; computed, saved: prompt tokens of",
+    "all turns. With the store on and empty the first turn computes and stores what the others hit:",
+    "only its 1st TTFT is cold, its median is as good as warm.",
 )
 ANSWER = Sampling(max_tokens=12)
 PUT_WAIT_S = 120.0
@@ -64,6 +70,11 @@ class Pass:
     def ttft_ms_p50(self) -> float:
         """Median time to first token."""
         return statistics.median(c.ttft_ms for c in self.completions)
+
+    @property
+    def first_ttft_ms(self) -> float:
+        """Time to first token of the first turn, before which nothing of this pass was stored."""
+        return self.completions[0].ttft_ms
 
     @property
     def bytes_by_tier(self) -> Counter[str]:
@@ -161,7 +172,7 @@ def _run(bench: Workbench, title: str, target: str | None) -> Pass:
             for question in questions:
                 _say(f"  {question}")
                 messages.append({"role": "user", "content": question})
-                completion = engine.generate(bench.tokenizer.chat(messages), ANSWER)
+                completion = _generate(engine, bench.tokenizer.chat(messages))
                 answer = bench.tokenizer.decode(completion.token_ids)
                 messages.append({"role": "assistant", "content": answer})
                 done.completions.append(completion)
@@ -171,6 +182,14 @@ def _run(bench: Workbench, title: str, target: str | None) -> Pass:
                     raise DaemonFailed(f"it did not take new chunks within {PUT_WAIT_S:.0f} s")
     _say("")
     return done
+
+
+def _generate(engine: Engine, prompt: list[int]) -> Completion:
+    progress = PrefillProgress(sys.stdout)
+    try:
+        return engine.generate(prompt, ANSWER, on_prefill=progress.step)
+    finally:
+        progress.end()
 
 
 def _progress(answer: str, completion: Completion) -> None:
@@ -183,18 +202,18 @@ def _progress(answer: str, completion: Completion) -> None:
 def _table(passes: Sequence[Pass], model: LlamaModel) -> str:
     config = model.config
     token_bytes = config.layers * 2 * config.kv_heads * config.head_dim * 4
-    head = f"{'':16} {'TTFT p50':>10} {'speedup':>8} {'computed':>9} {'saved':>8}"
+    head = f"{'':16} {'1st TTFT':>10} {'TTFT p50':>10} {'speedup':>8} {'computed':>9} {'saved':>8}"
     lines = [f"{head} {'saved KV':>9} {'from RAM':>9} {'from NVMe':>9}"]
     for each in passes:
         tiers = each.bytes_by_tier
         lines.append(
-            f"{each.title:16} {each.ttft_ms_p50:7.0f} ms"
+            f"{each.title:16} {each.first_ttft_ms:7.0f} ms {each.ttft_ms_p50:7.0f} ms"
             f" {passes[0].ttft_ms_p50 / each.ttft_ms_p50:7.1f}x"
             f" {each.prompt_tokens - each.hit_tokens:9d} {each.hit_tokens:8d}"
             f" {each.hit_tokens * token_bytes / 1e6:6.0f} MB"
             f" {tiers['ram'] / 1e6:6.0f} MB {tiers['nvme'] / 1e6:6.0f} MB"
         )
-    return "\n".join([*lines, "computed, saved: prompt tokens of all turns\n"])
+    return "\n".join([*lines, *NOTES, ""])
 
 
 def _report(model: str, passes: Sequence[Pass]) -> tuple[dict[str, object], bool]:

@@ -65,13 +65,15 @@ class Engine:
         sampling: Sampling,
         *,
         request_salt: bytes = b"",
+        on_prefill: Callable[[int, int], None] | None = None,
         on_token: Callable[[int], None] | None = None,
         keep_logits: bool = False,
     ) -> Completion:
         """Run one prompt to its end.
 
-        `request_salt` keeps its chunks apart in the store. Raises PromptError before any work;
-        never an error of the store.
+        `request_salt` keeps its chunks apart in the store. `on_prefill` is told (tokens of the
+        prompt in place, tokens of the prompt) after loading and after every step of prefill,
+        `on_token` every token. Raises PromptError before any work; never an error of the store.
         """
         self._check(prompt, sampling)
         started = time.perf_counter()
@@ -82,7 +84,7 @@ class Engine:
             loaded = self._load(prompt, table, request_salt)
             load_ms = _ms_since(started)
             cached = min(loaded.chunks * CHUNK_TOKENS, len(prompt) - 1)
-            logits = self._prefill(prompt, cached, table)
+            logits = self._prefill(prompt, cached, table, on_prefill)
             sampler = Sampler(sampling)
             token_ids = [sampler.next_token(logits)]
             ttft_ms = _ms_since(started)
@@ -140,17 +142,29 @@ class Engine:
             table.unseal_last()
         return loaded
 
-    def _prefill(self, prompt: Sequence[int], cached: int, table: BlockTable) -> torch.Tensor:
+    def _prefill(
+        self,
+        prompt: Sequence[int],
+        cached: int,
+        table: BlockTable,
+        on_prefill: Callable[[int, int], None] | None,
+    ) -> torch.Tensor:
         """Compute the prompt from token `cached` on, chunk by chunk, and return the logits after
         its last token.
         """
         start = cached
         while True:
+            if on_prefill is not None:
+                on_prefill(start, len(prompt))
             stop = min(len(prompt), (start // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             if stop == len(prompt):
-                return self._step(prompt[start:stop], start, table)
+                break
             self.model.forward(prompt[start:stop], start, table)
             start = stop
+        logits = self._step(prompt[start:stop], start, table)
+        if on_prefill is not None:
+            on_prefill(stop, len(prompt))
+        return logits
 
     def _step(self, token_ids: Sequence[int], start: int, table: BlockTable) -> torch.Tensor:
         hidden = self.model.forward(token_ids, start, table)

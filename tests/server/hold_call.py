@@ -1,6 +1,6 @@
 """A client process that begins a call, says so, and then does nothing more until it is killed.
 
-Usage: python hold_call.py get|put ADDRESS COUNT
+Usage: python hold_call.py get|put ADDRESS COUNT [LENGTH_BYTES, of objects of part "extra"]
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def main() -> None:
         print("begun", flush=True)
         forever.wait()
 
+    length = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    head = header(count, parts=["extra"], lengths=[length] * count) if length else header(count)
+
     def messages() -> Iterator[bytes]:
-        yield header(count).SerializeToString()
+        yield head.SerializeToString()
         yield bytes(PART_BYTES)
         forever.wait()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import to_thread
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import pytest
@@ -147,9 +148,8 @@ async def test_a_bug_says_nothing_of_the_inside(
 async def test_an_enum_value_that_is_not_known_is_refused(
     wire: Wire, method: methods.Method, request_: Message, says: str
 ) -> None:
+    put = isinstance(request_, pb.PutHeader)
+    call = partial(wire.put, request_, []) if put else partial(wire.unary, method, request_)
     with pytest.raises(Refused, match=says) as failure:
-        if isinstance(request_, pb.PutHeader):
-            await to_thread(wire.put, request_, [])
-        else:
-            await to_thread(wire.unary, method, request_)
+        await to_thread(call)
     assert failure.value.error.code == pb.BAD_REQUEST

@@ -78,6 +78,7 @@ def build_limits(settings: Settings) -> Limits:
     return Limits(
         max_put_bytes=settings.limits.max_put_bytes,
         max_running_calls=settings.limits.max_calls,
+        stall_timeout_s=settings.limits.stall_timeout_s,
     )
 
 

@@ -167,6 +167,7 @@ def _limits(section: Section, ram: RamSettings) -> LimitSettings:
         ),
         section.size("max_dirty_bytes", half, least=LEAST_OBJECT_BYTES, most=ram.cap_bytes),
         section.integer("max_calls", 256, least=1, most=65_536),
+        section.seconds("stall_timeout_s", 10.0, least=0.1, most=3600.0),
     )
 
 

@@ -67,11 +67,12 @@ class NvmeSettings:
 
 @dataclass(frozen=True, slots=True)
 class LimitSettings:
-    """Bounds on what clients may ask at a time."""
+    """Bounds on what clients may ask at a time, and on how long they may keep it waiting."""
 
     max_put_bytes: int
     max_dirty_bytes: int
     max_calls: int
+    stall_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

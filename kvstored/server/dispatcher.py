@@ -19,6 +19,7 @@ from kvstored.server import validation as check
 from kvstored.server.auth import Auth, Caller
 from kvstored.server.limits import KEY_BYTES, Limits
 from kvstored.server.ports import CallObserver, StorePort
+from kvstored.server.shares import Shares
 from kvstored.store.api import Run
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -53,6 +54,9 @@ class Dispatcher:
         self.store = store
         self.auth = auth
         self.limits = limits or Limits()
+        retry_ms = self.limits.retry_after_ms
+        self.calls = Shares(self.limits.max_running_calls, "calls", retry_ms)
+        self.streams = Shares(self.limits.max_running_streams, "payload streams", retry_ms)
         self._salts = dict(salts)
         self._features = [pb.FEATURE_PREFETCH, pb.FEATURE_PIN, pb.FEATURE_USAGE]
         if durable:
@@ -129,9 +133,8 @@ class Dispatcher:
         left = max(0.0, end - caller.started)
         return end, end - min(_REPLY_MARGIN_S, left / 10)
 
-    def run_of(self, message: pb.ChunkRun, context: pb.Context, caller: Caller) -> Run:
-        """Admit the caller and validate its run: the first lines of every verb that has one."""
-        self.admit(caller, message.namespace)
+    def run_of(self, message: pb.ChunkRun, context: pb.Context) -> Run:
+        """Validate a run. The caller must have been admitted to its namespace."""
         check.check_context(context, self.limits)
         check.check_run(message, self.limits)
         family = self.store.family(message.namespace, message.family)
@@ -152,6 +155,14 @@ class Dispatcher:
         finally:
             self.report(verb, outcome, caller, "")
 
+    @contextlib.contextmanager
+    def serving(self, verb: str, caller: Caller, namespace: str) -> Iterator[None]:
+        """Serve a small verb: report it, admit its caller, hold its share of the namespace's."""
+        with self.observed(verb, caller):
+            self.admit(caller, namespace)
+            with self.calls.taken(namespace):
+                yield
+
     def report(self, verb: str, outcome: str, caller: Caller, tier: str) -> None:
         """Tell the observer that a call has ended."""
         if self._observer is not None:
@@ -162,8 +173,7 @@ class Dispatcher:
 
     async def hello(self, request: pb.HelloRequest, caller: Caller) -> pb.HelloReply:
         """Versions, features, salt and limits; declares families."""
-        with self.observed("hello", caller):
-            self.admit(caller, request.namespace)
+        with self.serving("hello", caller, request.namespace):
             check.check_hello(request, self.limits)
             for spec in request.families:
                 await self.store.declare(request.namespace, spec)
@@ -179,8 +189,8 @@ class Dispatcher:
 
     async def match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
         """Which chunks are held, and where."""
-        with self.observed("match", caller):
-            run = self.run_of(request.run, request.ctx, caller)
+        with self.serving("match", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
             check.check_match(request)
             answer = self.store.match(run, request.mode, request.depth)
             return pb.MatchReply(
@@ -193,53 +203,49 @@ class Dispatcher:
 
     async def touch(self, request: pb.TouchRequest, caller: Caller) -> pb.TouchReply:
         """Mark chunks as used, and renew their time to live."""
-        with self.observed("touch", caller):
-            run = self.run_of(request.run, request.ctx, caller)
+        with self.serving("touch", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
             ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
             return pb.TouchReply(states=self.store.touch(run, ttl_ms))
 
     async def delete(self, request: pb.DeleteRequest, caller: Caller) -> pb.DeleteReply:
         """Drop chunks. Runs to its end once begun."""
-        with self.observed("delete", caller):
-            run = self.run_of(request.run, request.ctx, caller)
+        with self.serving("delete", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
             check.check_delete(request)
             corrupt = request.reason == pb.DeleteRequest.CORRUPT
             return pb.DeleteReply(deleted=await self.finish(self.store.delete(run, corrupt)))
 
     async def prefetch(self, request: pb.PrefetchRequest, caller: Caller) -> pb.PrefetchReply:
         """Bring chunks into RAM."""
-        with self.observed("prefetch", caller):
-            run = self.run_of(request.run, request.ctx, caller)
+        with self.serving("prefetch", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
             _, deadline = self.deadlines(caller, request.ctx)
             return pb.PrefetchReply(states=await self.store.prefetch(run, deadline))
 
     async def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         """Protect chunks from eviction."""
-        with self.observed("pin", caller):
-            run = self.run_of(request.run, request.ctx, caller)
+        with self.serving("pin", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
             ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
             states = self.store.pin(run, ttl_ms)
             return pb.PinReply(states=states, pinned=sum(s < pb.NOT_NEEDED for s in states))
 
     async def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         """End protection."""
-        with self.observed("unpin", caller):
-            return pb.UnpinReply(
-                unpinned=self.store.unpin(self.run_of(request.run, request.ctx, caller))
-            )
+        with self.serving("unpin", caller, request.run.namespace):
+            return pb.UnpinReply(unpinned=self.store.unpin(self.run_of(request.run, request.ctx)))
 
     async def list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
         """One page of a namespace's keys."""
-        with self.observed("list", caller):
-            self.admit(caller, request.namespace)
+        with self.serving("list", caller, request.namespace):
             check.check_context(request.ctx, self.limits)
             limit = check.check_list(request, self.limits)
             return self.store.list(request.namespace, request.family, request.cursor, limit)
 
     async def usage(self, request: pb.UsageRequest, caller: Caller) -> pb.UsageReply:
         """What a namespace and its tenants hold."""
-        with self.observed("usage", caller):
-            self.admit(caller, request.namespace)
+        with self.serving("usage", caller, request.namespace):
             check.check_context(request.ctx, self.limits)
             return self.store.usage(request.namespace)
 

@@ -12,34 +12,32 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from kvstored.errors import (
-    BadRequest,
-    DeadlineExceeded,
-    KvstoredError,
-    Truncated,
-    Unimplemented,
-)
+from kvstored.errors import BadRequest, Truncated, Unimplemented
 from kvstored.server import frames
 from kvstored.server.auth import Caller, Transport
 from kvstored.server.bridge import Admission, VerbsLoop
 from kvstored.server.dispatcher import Dispatcher
-from kvstored.server.grpc_status import status_code, trailer
+from kvstored.server.grpc_peer import Context, Peer
 from kvstored.server.payload_calls import GetCall, PutCall
-from kvstored.store.api import Grant
+from kvstored.server.watch import Waits, Watchdog, Watched
+from kvstored.store.api import Grant, PutTicket, Received
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
 
 _log = logging.getLogger(__name__)
-_Context = grpc.aio.ServicerContext[bytes, bytes]
-_Handler = Callable[[bytes, _Context], Awaitable[bytes]]
+_Handler = Callable[[bytes, Context], Awaitable[bytes]]
 _Request = TypeVar("_Request", bound=Message)
 _Reply = TypeVar("_Reply", bound=Message)
 _MAX_TOKEN_BYTES = 4096
+_LATE_PUT = (
+    "the payload did not arrive before the deadline",
+    "nothing of this put was stored; put fewer chunks per call or allow more time",
+)
 
 
 class Bounds:
-    """Counters that all listeners of a daemon share."""
+    """Counters, and a watchdog, that all listeners of a daemon share."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         limits = dispatcher.limits
@@ -47,6 +45,7 @@ class Bounds:
         self.streams = Admission(
             limits.max_running_streams, "payload streams", limits.retry_after_ms
         )
+        self.watchdog = Watchdog(limits.stall_timeout_s, lambda: dispatcher.draining)
 
 
 class Calls:
@@ -69,7 +68,7 @@ class Calls:
             methods.HELLO: self._unary(pb.HelloRequest, d.hello),
             methods.MATCH: self._unary(pb.MatchRequest, d.match),
             methods.TOUCH: self._unary(pb.TouchRequest, d.touch),
-            methods.DELETE: self._unary(pb.DeleteRequest, d.delete),
+            methods.DELETE: self._unary(pb.DeleteRequest, d.delete, Waits.OUTCOME),
             methods.PREFETCH: self._unary(pb.PrefetchRequest, d.prefetch),
             methods.PIN: self._unary(pb.PinRequest, d.pin),
             methods.UNPIN: self._unary(pb.UnpinRequest, d.unpin),
@@ -88,7 +87,7 @@ class Calls:
 
     # ---- what every call shares ------------------------------------------------------------------
 
-    def _caller(self, context: _Context) -> Caller:
+    def _caller(self, context: Context) -> Caller:
         now = time.monotonic()
         remaining: float | None = context.time_remaining()
         return Caller(
@@ -103,117 +102,131 @@ class Calls:
         self,
         request_class: type[_Request],
         verb: Callable[[_Request, Caller], Coroutine[object, object, _Reply]],
+        waits: Waits = Waits.STORE,
     ) -> grpc.RpcMethodHandler[bytes, bytes]:
-        async def handle(raw: bytes, context: _Context) -> bytes:
+        async def handle(raw: bytes, context: Context) -> bytes:
             try:
-                with self._bounds.calls.slot():
+                with self._bounds.calls.slot(), self._bounds.watchdog.watch(waits):
                     request = _parse(request_class, raw)
                     reply = await self._verbs.run(verb(request, self._caller(context)))
                     return reply.SerializeToString()
             except Exception as error:
-                await _abort(context, error)
+                await Peer(context).end(error)
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
     # ---- Get -------------------------------------------------------------------------------------
 
-    async def _get(self, raw: bytes, context: _Context) -> None:
+    async def _get(self, raw: bytes, context: Context) -> None:
+        peer = Peer(context)
         try:
             with self._bounds.streams.slot():
-                await self._get_admitted(raw, context)
+                await self._get_admitted(raw, peer)
         except grpc.aio.InternalError:
             _log.debug("the peer of a get is gone")
         except Exception as error:
-            await _abort(context, error)
+            await peer.end(error)
 
-    async def _get_admitted(self, raw: bytes, context: _Context) -> None:
+    async def _get_admitted(self, raw: bytes, peer: Peer) -> None:
         request = _parse(pb.GetRequest, raw)
-        call = GetCall(self._dispatcher, self._caller(context))
-        failure: BaseException | None = None
+        call = GetCall(self._dispatcher, self._caller(peer.context))
         try:
-            end, grants = await self._verbs.run(call.begin(request))
-            async with _until(end):
-                await self._send(call, grants, context)
-        except TimeoutError:
-            failure = DeadlineExceeded("the reader was too slow for the deadline")
-            raise failure from None
+            with self._bounds.watchdog.watch() as watched:
+                end, grants = await self._verbs.run(call.begin(request))
+                watched.until(_loop_time(end), "the reader was too slow for the deadline")
+                await self._send(call, grants, peer, watched)
         except BaseException as error:
-            failure = _as_seen_by_the_call(error)
+            self._verbs.spawn(call.close(_as_seen_by_the_call(error)))
             raise
-        finally:
-            self._verbs.spawn(call.close(failure))
+        self._verbs.spawn(call.close())
 
-    async def _send(self, call: GetCall, grants: list[Grant] | None, context: _Context) -> None:
+    async def _send(
+        self, call: GetCall, grants: list[Grant] | None, peer: Peer, watched: Watched
+    ) -> None:
         while call.final_states is None:
             # The next grants are looked up while these are sent: the socket never runs dry.
             ahead = self._verbs.start(call.next())
             try:
+                watched.waits = Waits.PEER
                 for block in frames.blocks(grants or ()):
-                    await _write_block(context, block, pb.GetBlock())
+                    await _write_block(peer, watched, block, pb.GetBlock())
                     call.delivered(block)
+                watched.waits = Waits.STORE
                 grants = await ahead
             finally:
                 ahead.cancel()
+        watched.waits = Waits.PEER
         *others, last = [*frames.blocks(grants or ())] or [()]
         for block in others:
-            await _write_block(context, block, pb.GetBlock())
+            await _write_block(peer, watched, block, pb.GetBlock())
             call.delivered(block)
-        await _write_block(context, last, pb.GetBlock(last=True, states=call.final_states))
+        last_head = pb.GetBlock(last=True, states=call.final_states)
+        await _write_block(peer, watched, last, last_head)
         call.delivered(last)
 
     # ---- Put -------------------------------------------------------------------------------------
 
-    async def _put(self, _requests: object, context: _Context) -> None:
+    async def _put(self, _requests: object, context: Context) -> None:
+        peer = Peer(context)
         try:
-            with self._bounds.streams.slot():
-                await self._put_admitted(context)
+            await self._put_watched(peer)
         except grpc.aio.InternalError:
             _log.debug("the peer of a put is gone")
         except Exception as error:
-            await _abort(context, error)
+            await peer.end(error)
 
-    async def _put_admitted(self, context: _Context) -> None:
-        caller = self._caller(context)
+    async def _put_watched(self, peer: Peer) -> None:
+        caller = self._caller(peer.context)
         call = PutCall(self._dispatcher, caller)
-        failure: BaseException | None = None
         try:
-            end = min(caller.deadline, caller.started + self._dispatcher.limits.max_call_s)
-            async with _until(end) as until:
-                await self._receive(call, context, until)
-        except TimeoutError:
-            failure = DeadlineExceeded(
-                "the payload did not arrive before the deadline",
-                "nothing of this put was stored; put fewer chunks per call or allow more time",
-            )
-            raise failure from None
+            with self._bounds.watchdog.watch(Waits.PEER) as watched:
+                end = min(caller.deadline, caller.started + self._dispatcher.limits.max_call_s)
+                watched.until(_loop_time(end), *_LATE_PUT)
+                # Nobody knows yet whose put this is: it holds no stream that others may need.
+                first = await _read(peer.context)
+                if first is None:
+                    raise Truncated(
+                        "the stream ended before its PutHeader", "send a PutHeader first"
+                    )
+                with self._bounds.streams.slot():
+                    await self._receive(call, first, peer, watched)
         except BaseException as error:
-            failure = _as_seen_by_the_call(error)
+            self._verbs.spawn(call.close(_as_seen_by_the_call(error)))
             raise
-        finally:
-            self._verbs.spawn(call.close(failure))
+        self._verbs.spawn(call.close())
 
-    async def _receive(self, call: PutCall, context: _Context, until: asyncio.Timeout) -> None:
-        first = await _read(context)
-        if first is None:
-            raise Truncated("the stream ended before its PutHeader", "send a PutHeader first")
+    async def _receive(self, call: PutCall, first: bytes, peer: Peer, watched: Watched) -> None:
+        watched.moves += 1
+        watched.waits = Waits.STORE
         plan = await self._verbs.run(call.plan(_parse(pb.PutHeader, first)))
-        until.reschedule(_loop_time(plan.deadline))
+        watched.until(_loop_time(plan.deadline), *_LATE_PUT)
+        watched.waits = Waits.PEER
+        received = await self._receive_payload(plan.ticket, peer, watched)
+        watched.waits = Waits.OUTCOME
+        states = await self._verbs.run(call.commit(received))
+        watched.waits = Waits.PEER
+        watched.moves += 1
+        await peer.write(pb.PutReply(states=states).SerializeToString())
+
+    async def _receive_payload(
+        self, ticket: PutTicket, peer: Peer, watched: Watched
+    ) -> list[Received]:
         most = self._dispatcher.limits.max_frame_bytes
-        joiner = frames.FrameJoiner(plan.ticket.wanted, most)
+        joiner = frames.FrameJoiner(ticket.wanted, most)
         try:
             reply = pb.PutPlan(
-                states=bytes(plan.ticket.states),
+                states=bytes(ticket.states),
                 payload_bytes=joiner.expected_bytes,
                 max_frame_bytes=most,
             )
-            await context.write(reply.SerializeToString())
-            while (frame := await _read(context)) is not None:
+            await peer.write(reply.SerializeToString())
+            while (frame := await _read(peer.context)) is not None:
+                watched.moves += 1
                 joiner.add(frame)
-            received = joiner.finish()
+            return joiner.finish()
         finally:
+            # Before the ticket ends: the store cannot give back memory that is still viewed.
             joiner.let_go()
-        states = await self._verbs.run(call.commit(received))
-        await context.write(pb.PutReply(states=states).SerializeToString())
 
 
 def _as_seen_by_the_call(error: BaseException) -> BaseException:
@@ -221,12 +234,17 @@ def _as_seen_by_the_call(error: BaseException) -> BaseException:
     return asyncio.CancelledError() if isinstance(error, grpc.aio.InternalError) else error
 
 
-async def _write_block(context: _Context, block: Sequence[Grant], extra: pb.GetBlock) -> None:
+async def _write_block(
+    peer: Peer, watched: Watched, block: Sequence[Grant], extra: pb.GetBlock
+) -> None:
     head = frames.head(block)
     head.MergeFrom(extra)
-    await context.write(head.SerializeToString())
+    watched.moves += 1
+    await peer.write(head.SerializeToString())
+    write = peer.context.write
     for frame in frames.frames(block):
-        await context.write(frame)
+        watched.moves += 1
+        await write(frame)
 
 
 def _parse(message: type[_Request], raw: bytes) -> _Request:
@@ -237,7 +255,7 @@ def _parse(message: type[_Request], raw: bytes) -> _Request:
         raise BadRequest(f"{len(raw)} bytes are not a {name}", f"send a {name}") from error
 
 
-def _token(context: _Context) -> str | None:
+def _token(context: Context) -> str | None:
     for key, value in context.invocation_metadata() or ():
         if key == methods.AUTHORIZATION_METADATA:
             text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
@@ -250,28 +268,12 @@ def _loop_time(monotonic: float) -> float:
     return asyncio.get_running_loop().time() + (monotonic - time.monotonic())
 
 
-def _until(monotonic: float) -> asyncio.Timeout:
-    return asyncio.timeout_at(_loop_time(monotonic))
-
-
-async def _read(context: _Context) -> bytes | None:
+async def _read(context: Context) -> bytes | None:
     message = await context.read()
     return message if isinstance(message, bytes) else None
 
 
-async def _abort(context: _Context, error: Exception) -> NoReturn:
-    """End the call with the error's status and trailer; an unexpected one is logged."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, KvstoredError):
-        known = error
-    else:
-        _log.error("a call failed", exc_info=error)
-        known = KvstoredError("internal error", "see the daemon's log")
-    await context.abort(status_code(known), str(known), trailer(known))
-
-
-async def _unimplemented(_request: bytes, context: _Context) -> NoReturn:
-    await _abort(
-        context, Unimplemented("same-node access is not served over gRPC", "use Get and Put")
+async def _unimplemented(_request: bytes, context: Context) -> NoReturn:
+    await Peer(context).end(
+        Unimplemented("same-node access is not served over gRPC", "use Get and Put")
     )

@@ -129,8 +129,10 @@ class GrpcServer:
             started.set_exception(error)
             return
         self._health.set(serving=True)
+        self._bounds.watchdog.look()
         started.set_result(port)
         await self._closing.wait()
+        self._bounds.watchdog.stop()
         await self._close_listeners()
 
     async def _listen(self) -> int | None:
@@ -168,6 +170,7 @@ class GrpcServer:
 
     async def _quiet(self) -> None:
         self._health.set(serving=False)
+        self._bounds.watchdog.look()
         await self._bounds.calls.idle()
         await self._bounds.streams.idle()
 

@@ -31,6 +31,7 @@ class Limits:
     default_list_entries: int = 1_000
     max_ttl_ms: int = 10 * 365 * 86_400_000
     max_call_s: float = 120.0
+    stall_timeout_s: float = 10.0  # that a payload stream's peer may send or take nothing
     max_running_calls: int = 256
     max_running_streams: int = 64
     retry_after_ms: int = 50

@@ -43,6 +43,16 @@ class _PayloadCall:
         self._step: asyncio.Task[object] | None = None
         self._closed = False
         self._began = False
+        self._namespace: str | None = None
+
+    def admit(self, namespace: str) -> None:
+        """Let the caller in, and hold one of the namespace's streams until `close`.
+
+        Raises Draining, Unauthenticated or ResourceExhausted.
+        """
+        self.dispatcher.admit(self.caller, namespace)
+        self.dispatcher.streams.take(namespace)
+        self._namespace = namespace
 
     async def step(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Run one step; `close` waits for the end of one that was cancelled."""
@@ -72,6 +82,8 @@ class _PayloadCall:
         try:
             await self.release()
         finally:
+            if self._namespace is not None:
+                self.dispatcher.streams.give_back(self._namespace)
             if self._began:
                 self.dispatcher.payload_call_ended()
             tier = pb.TierKind.Name(self.tier)[len("TIER_") :].lower() if self.tier else ""
@@ -111,7 +123,8 @@ class GetCall(_PayloadCall):
         return await self.step(lambda: self._begin(request))
 
     async def _begin(self, request: pb.GetRequest) -> tuple[float, list[Grant] | None]:
-        run = self.dispatcher.run_of(request.run, request.ctx, self.caller)
+        self.admit(request.run.namespace)
+        run = self.dispatcher.run_of(request.run, request.ctx)
         end, deadline = self.dispatcher.deadlines(self.caller, request.ctx)
         self._stream = self.dispatcher.store.open_get(run, deadline, request.bypass_ram)
         return end, await self._next()
@@ -152,7 +165,8 @@ class PutCall(_PayloadCall):
 
     async def _plan(self, header: pb.PutHeader) -> Plan:
         dispatcher = self.dispatcher
-        run = dispatcher.run_of(header.run, header.ctx, self.caller)
+        self.admit(header.run.namespace)
+        run = dispatcher.run_of(header.run, header.ctx)
         end, deadline = dispatcher.deadlines(self.caller, header.ctx)
         offer = check.build_offer(header, run, deadline, dispatcher.limits)
         self._ticket = await dispatcher.store.begin_put(offer)

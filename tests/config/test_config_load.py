@@ -94,6 +94,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     max_put_bytes = "1MiB"
     max_dirty_bytes = "2MiB"
     max_calls = 3
+    stall_timeout_s = 1.5
     [tenants]
     max = 4
     [log]
@@ -117,7 +118,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     assert settings.listen.http == tmp_path / "h.sock"
     assert str(settings.listen.tcp) == "[::1]:9440"
     assert (settings.ram.cap_bytes, settings.nvme.cap_bytes) == (64 << 20, 128 << 20)
-    assert dataclasses.astuple(settings.limits) == (1 << 20, 2 << 20, 3)
+    assert dataclasses.astuple(settings.limits) == (1 << 20, 2 << 20, 3, 1.5)
     assert settings.tenants.max == 4
     assert dataclasses.astuple(settings.log) == ("debug", "json")
     (namespace,) = settings.namespaces

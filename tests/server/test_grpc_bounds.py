@@ -29,7 +29,7 @@ MANY = 1024  # of PART_BYTES: 64 MiB, far beyond what sockets and gRPC buffer
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    async with serving(Limits(max_running_streams=2, max_running_calls=3)) as running:
+    async with serving(Limits(max_running_streams=4, max_running_calls=6)) as running:
         yield running
 
 

@@ -79,8 +79,9 @@ class StalledPut:
         return pb.PutPlan.FromString(next(self.call))
 
     def failure(self) -> Refused:
+        """How it ended; a plan before that does not matter."""
         with pytest.raises(grpc.RpcError) as failure:
-            next(self.call)
+            list(self.call)
         self._over.set()
         return refused(failure.value)
 
@@ -299,7 +300,7 @@ async def test_a_stop_does_not_wait_for_what_stands_still(
     raw = pb.PrefetchRequest(run=run(1)).SerializeToString()
     prefetch = wire.channel.unary_unary(methods.PREFETCH.path).future(raw, timeout=30)
     await begun.wait()
-    # Waits for room: the first put has taken what there is.
+    # Waits for room, of which there is none before the others are ended.
     full = StalledPut(other, header(1, namespace="locked", parts=["extra"], lengths=[4 * MIB]))
     await waiting.wait()
     assert await served.server.drain(30)

@@ -36,6 +36,8 @@ class Peer:
             await self.context.write(message)
             return
         self._first = asyncio.ensure_future(self.context.write(message))
+        # Once the call is cancelled nobody looks whether it could be sent.
+        self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(self._first)
 
     async def end(self, error: Exception) -> NoReturn:

@@ -132,7 +132,7 @@ class Store:
             if waiting:
                 await asyncio.wait(waiting, timeout=max(0.0, until - time.monotonic()))
             lost = self.writer.fail_all()
-        for tier in self.tiers.values():
+        for tier in reversed(self.tiers.values()):  # RAM last: the others read from it
             left = max(0.05, until - time.monotonic())
             try:
                 await asyncio.wait_for(self._close_tier(tier), left)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from pathlib import Path
 
+import pytest
 from store.support_store import (
     MIB,
     client,
@@ -245,3 +247,19 @@ async def test_a_prefetch_of_more_than_ram_holds_up_nobody(tmp_path: Path) -> No
         assert 0 < states.count(pb.IN_RAM) < 24
         await settle(store)
         assert store.ram.leased_bytes == 0
+
+
+@pytest.mark.parametrize("size", [64 * 1024, 128 * 1024])
+async def test_nobody_keeps_a_view_of_what_was_written_behind(tmp_path: Path, size: int) -> None:
+    gc.disable()  # memory must come back when a view's time is over, not when cycles are collected
+    try:
+        async with open_store(tmp_path, ram_bytes=MIB) as store:
+            c = await client(store, parts=[KVPart("kv", max_nbytes=MIB)])
+            run = c.run(tokens(4, seed=1))
+            await c.put(run, [payload(i, size) for i in range(4)], durable=True)
+            await c.get(run)
+            await store.delete(run)
+            big = c.run(tokens(1, seed=2))
+            assert list(await c.put(big, [payload(9, MIB)], wait=False)) == [pb.STORED]
+    finally:
+        gc.enable()

@@ -258,7 +258,6 @@ async def test_nobody_keeps_a_view_of_what_was_written_behind(tmp_path: Path, si
             run = c.run(tokens(4, seed=1))
             await c.put(run, [payload(i, size) for i in range(4)], durable=True)
             await c.get(run)
-            await store.delete(run)
             big = c.run(tokens(1, seed=2))
             assert list(await c.put(big, [payload(9, MIB)], wait=False)) == [pb.STORED]
     finally:

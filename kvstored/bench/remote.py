@@ -45,7 +45,7 @@ class Settings:
     tcp: bool = False
     object_bytes: tuple[int, ...] = (1 * MIB, 4 * MIB)
     prefix_chunks: int = 64
-    rounds: int = 11
+    rounds: int = 21
 
 
 def run(settings: Settings, say: Callable[[str], None]) -> list[Case]:

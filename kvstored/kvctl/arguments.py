@@ -136,7 +136,7 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
     text = "get and put over gRPC against a bare stream; starts a daemon unless --target is given"
     remote = benches.add_parser("remote", help=text, description=text, parents=[common])
     remote.add_argument("--transport", choices=("unix", "tcp"), default="unix", help="(unix)")
-    remote.add_argument("--rounds", type=int, default=11, metavar="N", help="at least 5 (11)")
+    remote.add_argument("--rounds", type=int, default=21, metavar="N", help="at least 5 (21)")
     remote.add_argument("--chunks", type=int, default=64, metavar="N", help="of the prefix (64)")
     remote.add_argument(
         "--object-mib", default="1,4", metavar="N,N", help="sizes of objects in MiB (1,4)"

@@ -157,7 +157,7 @@ def run(mutant: Mutant, copy: Path) -> str:
         return "DOES NOT APPLY"
     file.write_text(original.replace(mutant.old, mutant.new))
     environment = dict(os.environ, PYTHONPATH=f"{copy}:{copy / 'client'}")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", *mutant.tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout=60", *mutant.tests]
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from kvstored.errors import KvstoredError
 from kvstored.store.index import NONE
@@ -111,14 +112,14 @@ class Room:
         best: Namespace | None = None
         best_chunk = NONE
         for ns in (scope,) if scope is not None else self._namespaces.values():
-            chunk = ns.lru[tier].victim(lambda row, ns=ns: self._evictable(ns, row, tier))  # type: ignore[misc]  # mypy cannot type a default of a lambda
+            chunk = ns.lru[tier].victim(partial(self._evictable, ns, tier))
             if chunk == NONE:
                 continue
             if best is None or ns.index.tick[chunk] < best.index.tick[best_chunk]:
                 best, best_chunk = ns, chunk
         return best, best_chunk
 
-    def _evictable(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
+    def _evictable(self, ns: Namespace, tier: TierKind, chunk: int) -> bool:
         return (
             not ns.index.children[tier][chunk]
             and not ns.pinned(chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from kvstored.tiers.base import (
 )
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import kvstore_pb2 as pb
+
+log = logging.getLogger("kvstored.store")
 
 BATCH_BYTES = 16 << 20
 
@@ -102,8 +105,13 @@ class Loader:
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a load failed", exc_info=error)
 
     async def _load_all(self, loads: list[_Load], until: float) -> None:
         """Reserve batch after batch, so that the first objects never wait for room that the later
@@ -121,7 +129,8 @@ class Loader:
         finally:
             for load in loads:  # no room within the time
                 self._end(load, NONE, pb.MISS_DECLINED)
-        await asyncio.gather(*reads)
+        if reads:
+            await asyncio.wait(reads)  # each has answered its waiters and told of its own failure
 
     def _next_batch(self, loads: list[_Load]) -> list[_Load]:
         batch: list[_Load] = []
@@ -155,25 +164,48 @@ class Loader:
         return placed
 
     async def _read(self, placed: list[tuple[_Load, int]]) -> None:
+        unsettled = {place for _, place in placed if place != NONE}
         try:
             reads: list[tuple[_Load, int, ObjectRead]] = []
             for load, place in placed:
                 if load.alive and place != NONE:
                     reads.append((load, place, self._read_of(load.ns, load.row, place)))
                 else:
-                    self._ram.cancel([place] if place != NONE else [])
                     self._end(load, NONE, pb.MISS_EVICTED)
             if not reads:
                 return
             # Called at once, without a task: no other code may free a place before the tier knows
             # of the read, and it waits for its readers before it reuses a slot.
             outcomes = await self._tier.read([read for _, _, read in reads])
-            for (load, place, read), outcome in zip(reads, outcomes, strict=True):
+            pieces = await self._hash(
+                [
+                    read.into[: read.length_bytes] if outcome is ReadOutcome.OK else None
+                    for (_, _, read), outcome in zip(reads, outcomes, strict=True)
+                ]
+            )
+            for (load, place, read), outcome, checksums in zip(
+                reads, outcomes, pieces, strict=True
+            ):
                 let_go(read.into)
-                await self._settle(load, place, read, outcome)
+                if self._settle(load, place, read, outcome, checksums):
+                    unsettled.discard(place)
         finally:
+            self._ram.cancel(list(unsettled))
             for load, _ in placed:
                 self._end(load, NONE, pb.MISS_TIER_DOWN)
+
+    async def _hash(self, views: list[memoryview | None]) -> list[bytes]:
+        """Piece checksums of each view, off the loop, in one hop for the whole batch."""
+
+        def work() -> list[bytes]:
+            found = []
+            for view in views:
+                found.append(piece_checksums(view) if view is not None else b"")
+                if view is not None:
+                    view.release()
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _end(self, load: _Load, place: int, state: int) -> None:
         """Answer every waiter that is still there, each with a lease of its own. Idempotent."""
@@ -198,30 +230,26 @@ class Loader:
             self._ram.view(place, padded=True),
         )
 
-    async def _settle(
-        self, load: _Load, place: int, read: ObjectRead, outcome: ReadOutcome
-    ) -> None:
+    def _settle(
+        self, load: _Load, place: int, read: ObjectRead, outcome: ReadOutcome, pieces: bytes
+    ) -> bool:
+        """Publish what was read and answer its waiters. False: the place is not used."""
         ns, index = load.ns, load.ns.index
         if outcome is ReadOutcome.OK:
-            loop = asyncio.get_running_loop()
-            with self._ram.view(place) as view:
-                pieces = await loop.run_in_executor(self._pool, piece_checksums, view)
             if load.alive and index.place[TierKind.RAM][load.row] == NONE:
                 self._ram.publish(place, self._meta(ns, load.row, read, pieces))
                 self._residency.place_object(ns, load.row, TierKind.RAM, place)
                 self._end(load, place, 0)
-                return
-            self._ram.cancel([place])
+                return True
             self._end(load, NONE, pb.MISS_EVICTED)
-            return
-        self._ram.cancel([place])
-        if outcome is ReadOutcome.CORRUPT:
+        elif outcome is ReadOutcome.CORRUPT:
             self._residency.accounts.checksum_failures["nvme"] += 1
             if load.alive:
                 self._residency.drop_object(ns, load.row, pb.MISS_CORRUPT, "corrupt")
             self._end(load, NONE, pb.MISS_CORRUPT)
         else:
             self._end(load, NONE, pb.MISS_TIER_DOWN)
+        return False
 
     def _meta(self, ns: Namespace, row: int, read: ObjectRead, pieces: bytes) -> ObjectMeta:
         index = ns.index

@@ -13,6 +13,7 @@ from store.support_store import MIB, client, open_store, payload, settle, tokens
 from kvstored.errors import KvstoredError
 from kvstored.io.base import RealFiles
 from kvstored.io.faults import Fault, FaultyFiles
+from kvstored.tiers.base import ReadOutcome
 from kvstored_client.proto import kvstore_pb2 as pb
 
 
@@ -101,3 +102,27 @@ async def test_a_second_delete_waits_for_the_write_that_the_first_waits_for(
         gate.set()
         assert await second == 0
         assert store.tiers[2].usage().objects == 0
+
+
+async def test_a_read_that_breaks_keeps_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        await c.put(c.run(tokens(3)), [payload(i, MIB) for i in range(3)], durable=True)
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(3))
+        files_read = store.tiers[2].read
+
+        async def broken(items: object) -> list[ReadOutcome]:
+            raise RuntimeError("a bug in the tier")
+
+        monkeypatch.setattr(store.tiers[2], "read", broken)
+        got, states = await c.get(run)
+        assert got == {}
+        assert list(states) == [pb.MISS_TIER_DOWN] * 3
+        assert store.ram.usage().charged_bytes == 0
+        monkeypatch.setattr(store.tiers[2], "read", files_read)
+        got, _ = await c.get(run)
+        assert len(got) == 3

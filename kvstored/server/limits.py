@@ -46,4 +46,5 @@ class Limits:
             max_put_bytes=self.max_put_bytes,
             max_frame_bytes=self.max_frame_bytes,
             max_families_per_hello=self.max_families_per_hello,
+            max_objects_per_call=self.max_objects_per_call,
         )

@@ -90,7 +90,7 @@ class Client:
             self.namespace,
             self.store.accounts.tenant_label(self.namespace, self.tenant),
             self.family,
-            keys[start:stop],
+            b"".join(keys[start:stop]),
             start,
             keys[start - 1] if start else b"",
             min(len(tokens), (stop or len(keys)) * self.kv.chunk_tokens),

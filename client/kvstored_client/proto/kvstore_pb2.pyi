@@ -250,7 +250,7 @@ class HelloReply(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., min_protocol_version: _Optional[int] = ..., server: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., features: _Optional[_Iterable[_Union[Feature, str]]] = ..., namespace_salt: _Optional[bytes] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_keys_per_call", "max_parts_per_family", "min_object_bytes", "max_object_bytes", "max_put_bytes", "max_frame_bytes", "max_families_per_hello")
+    __slots__ = ("max_keys_per_call", "max_parts_per_family", "min_object_bytes", "max_object_bytes", "max_put_bytes", "max_frame_bytes", "max_families_per_hello", "max_objects_per_call")
     MAX_KEYS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
     MAX_PARTS_PER_FAMILY_FIELD_NUMBER: _ClassVar[int]
     MIN_OBJECT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class Limits(_message.Message):
     MAX_PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_FAMILIES_PER_HELLO_FIELD_NUMBER: _ClassVar[int]
+    MAX_OBJECTS_PER_CALL_FIELD_NUMBER: _ClassVar[int]
     max_keys_per_call: int
     max_parts_per_family: int
     min_object_bytes: int
@@ -265,7 +266,8 @@ class Limits(_message.Message):
     max_put_bytes: int
     max_frame_bytes: int
     max_families_per_hello: int
-    def __init__(self, max_keys_per_call: _Optional[int] = ..., max_parts_per_family: _Optional[int] = ..., min_object_bytes: _Optional[int] = ..., max_object_bytes: _Optional[int] = ..., max_put_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_families_per_hello: _Optional[int] = ...) -> None: ...
+    max_objects_per_call: int
+    def __init__(self, max_keys_per_call: _Optional[int] = ..., max_parts_per_family: _Optional[int] = ..., min_object_bytes: _Optional[int] = ..., max_object_bytes: _Optional[int] = ..., max_put_bytes: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_families_per_hello: _Optional[int] = ..., max_objects_per_call: _Optional[int] = ...) -> None: ...
 
 class FamilySpec(_message.Message):
     __slots__ = ("fingerprint", "model", "weights", "weights_epoch", "lora", "kv_dtype", "quantisation", "quantisation_scales", "groups", "position_encoding", "draft_model", "chunk_tokens", "memory_order", "engine_format", "parts")
@@ -441,6 +443,64 @@ class PutReply(_message.Message):
     states: bytes
     def __init__(self, states: _Optional[bytes] = ...) -> None: ...
 
+class LocalOpen(_message.Message):
+    __slots__ = ("protocol_version", "namespace", "token", "client")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    namespace: str
+    token: str
+    client: str
+    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[str] = ..., token: _Optional[str] = ..., client: _Optional[str] = ...) -> None: ...
+
+class LocalOpened(_message.Message):
+    __slots__ = ("protocol_version", "boot_epoch", "session_id", "max_leased_bytes", "max_staging_bytes", "max_requests")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MAX_LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    boot_epoch: int
+    session_id: int
+    max_leased_bytes: int
+    max_staging_bytes: int
+    max_requests: int
+    def __init__(self, protocol_version: _Optional[int] = ..., boot_epoch: _Optional[int] = ..., session_id: _Optional[int] = ..., max_leased_bytes: _Optional[int] = ..., max_staging_bytes: _Optional[int] = ..., max_requests: _Optional[int] = ...) -> None: ...
+
+class LocalSegment(_message.Message):
+    __slots__ = ("segment_id", "size_bytes")
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    size_bytes: int
+    def __init__(self, segment_id: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class LocalRing(_message.Message):
+    __slots__ = ("size_bytes",)
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    def __init__(self, size_bytes: _Optional[int] = ...) -> None: ...
+
+class LocalArea(_message.Message):
+    __slots__ = ("area_id", "size_bytes")
+    AREA_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    area_id: int
+    size_bytes: int
+    def __init__(self, area_id: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class LocalRetire(_message.Message):
+    __slots__ = ("segment_ids", "area_ids")
+    SEGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    AREA_IDS_FIELD_NUMBER: _ClassVar[int]
+    segment_ids: _containers.RepeatedScalarFieldContainer[int]
+    area_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, segment_ids: _Optional[_Iterable[int]] = ..., area_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class AcquireRequest(_message.Message):
     __slots__ = ("ctx", "run", "lease_id")
     CTX_FIELD_NUMBER: _ClassVar[int]
@@ -452,62 +512,60 @@ class AcquireRequest(_message.Message):
     def __init__(self, ctx: _Optional[_Union[Context, _Mapping]] = ..., run: _Optional[_Union[ChunkRun, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class AcquireReply(_message.Message):
-    __slots__ = ("grants", "last", "states")
-    GRANTS_FIELD_NUMBER: _ClassVar[int]
-    LAST_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("indices", "segment_ids", "offsets_bytes", "lengths_bytes", "checksums", "tiers", "states")
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
-    grants: _containers.RepeatedCompositeFieldContainer[Grant]
-    last: bool
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    segment_ids: _containers.RepeatedScalarFieldContainer[int]
+    offsets_bytes: _containers.RepeatedScalarFieldContainer[int]
+    lengths_bytes: _containers.RepeatedScalarFieldContainer[int]
+    checksums: bytes
+    tiers: bytes
     states: bytes
-    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., last: bool = ..., states: _Optional[bytes] = ...) -> None: ...
-
-class Grant(_message.Message):
-    __slots__ = ("index", "segment_id", "offset_bytes", "length_bytes", "checksum", "tier")
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    index: int
-    segment_id: int
-    offset_bytes: int
-    length_bytes: int
-    checksum: bytes
-    tier: TierKind
-    def __init__(self, index: _Optional[int] = ..., segment_id: _Optional[int] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., tier: _Optional[_Union[TierKind, str]] = ...) -> None: ...
+    def __init__(self, indices: _Optional[_Iterable[int]] = ..., segment_ids: _Optional[_Iterable[int]] = ..., offsets_bytes: _Optional[_Iterable[int]] = ..., lengths_bytes: _Optional[_Iterable[int]] = ..., checksums: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., states: _Optional[bytes] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("ctx", "run", "lease_id", "lengths_bytes", "when_full")
+    __slots__ = ("ctx", "run", "lease_id", "lengths_bytes", "when_full", "ttl_ms")
     CTX_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WHEN_FULL_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     ctx: Context
     run: ChunkRun
     lease_id: int
     lengths_bytes: _containers.RepeatedScalarFieldContainer[int]
     when_full: WhenFull
-    def __init__(self, ctx: _Optional[_Union[Context, _Mapping]] = ..., run: _Optional[_Union[ChunkRun, _Mapping]] = ..., lease_id: _Optional[int] = ..., lengths_bytes: _Optional[_Iterable[int]] = ..., when_full: _Optional[_Union[WhenFull, str]] = ...) -> None: ...
+    ttl_ms: int
+    def __init__(self, ctx: _Optional[_Union[Context, _Mapping]] = ..., run: _Optional[_Union[ChunkRun, _Mapping]] = ..., lease_id: _Optional[int] = ..., lengths_bytes: _Optional[_Iterable[int]] = ..., when_full: _Optional[_Union[WhenFull, str]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
-    __slots__ = ("grants", "states")
-    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("area_id", "offsets_bytes", "states")
+    AREA_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
-    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    area_id: int
+    offsets_bytes: _containers.RepeatedScalarFieldContainer[int]
     states: bytes
-    def __init__(self, grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., states: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, area_id: _Optional[int] = ..., offsets_bytes: _Optional[_Iterable[int]] = ..., states: _Optional[bytes] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("ctx", "lease_id", "durability")
+    __slots__ = ("ctx", "lease_id", "durability", "indices")
     CTX_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
     ctx: Context
     lease_id: int
     durability: Durability
-    def __init__(self, ctx: _Optional[_Union[Context, _Mapping]] = ..., lease_id: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ...) -> None: ...
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ctx: _Optional[_Union[Context, _Mapping]] = ..., lease_id: _Optional[int] = ..., durability: _Optional[_Union[Durability, str]] = ..., indices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("ctx", "lease_ids")

@@ -28,6 +28,11 @@ def default_target(environ: Mapping[str, str] | None = None) -> str:
     return f"unix://{folder / SOCKET}"
 
 
+def local_socket_path(unix: Path) -> Path:
+    """The local session's socket, beside the gRPC one; see docs/protocol.md."""
+    return unix.with_name(f"{unix.stem}-local{unix.suffix}")
+
+
 def runtime_dir(environ: Mapping[str, str], uid: int | None = None) -> Path:
     """Where the sockets of a daemon are that a user has started: in the session's runtime
     directory, else in a directory of the user's own (root's is /run/kvstored).

@@ -20,6 +20,7 @@ class Transport(enum.Enum):
     """The listener a call came in by."""
 
     UNIX = "unix"
+    LOCAL = "local"  # the local session's socket, which has the mode of UNIX
     ADMIN = "admin"  # the operators' Unix socket: owner and root alone can connect
     TCP = "tcp"
 

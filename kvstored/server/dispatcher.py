@@ -1,6 +1,8 @@
 """The verbs, apart from any transport. Everything here runs on the verbs' loop.
 
-Small verbs take (request, caller) and give the reply; Get and Put are in `payload_calls`.
+Small verbs take (request, caller) and give the reply; Get, Put and Acquire are in `payload_calls`.
+Those that need not wait have a twin, `..._now`, that is no coroutine: the local session answers a
+request without a task.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import TypeVar
 
 from kvstored import __version__
-from kvstored.errors import Draining, KvstoredError
+from kvstored.errors import BadRequest, Draining, KvstoredError
 from kvstored.server import validation as check
 from kvstored.server.auth import Auth, Caller
 from kvstored.server.limits import KEY_BYTES, Limits
-from kvstored.server.ports import CallObserver, StorePort
+from kvstored.server.ports import CallObserver, HoldSink, StorePort
 from kvstored.server.shares import Shares
-from kvstored.store.api import Run
+from kvstored.store.api import Leased, Run
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.methods import PROTOCOL_VERSION
@@ -34,7 +36,7 @@ class Dispatcher:
     """Serves the verbs from an opened store.
 
     `salts` maps each namespace to its 32-byte salt. `durable` says that a persistent tier is
-    configured. `observer` hears of every call that ended.
+    configured, `local` that local sessions are served. `observer` hears of every call that ended.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Dispatcher:
         *,
         limits: Limits | None = None,
         durable: bool = False,
+        local: bool = False,
         observer: CallObserver | None = None,
     ) -> None:
         missing = [n for n in auth.namespaces if len(salts.get(n, b"")) != KEY_BYTES]
@@ -61,6 +64,8 @@ class Dispatcher:
         self._features = [pb.FEATURE_PREFETCH, pb.FEATURE_PIN, pb.FEATURE_USAGE]
         if durable:
             self._features.append(pb.FEATURE_DURABLE)
+        if local:
+            self._features.append(pb.FEATURE_LOCAL)
         self._observer = observer
         self._born = time.monotonic()
         self._draining = False
@@ -189,10 +194,18 @@ class Dispatcher:
 
     async def match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
         """Which chunks are held, and where."""
+        return self.match_now(request, caller)
+
+    def match_now(
+        self, request: pb.MatchRequest, caller: Caller, holds: HoldSink | None = None
+    ) -> pb.MatchReply:
+        """The same. `holds` takes what the request asks to hold; None: holds are refused."""
         with self.serving("match", caller, request.run.namespace):
             run = self.run_of(request.run, request.ctx)
-            check.check_match(request)
+            check.check_match(request, holdable=holds is not None)
             answer = self.store.match(run, request.mode, request.depth)
+            if request.hold and holds is not None:
+                self._hold(run, answer.states, request.hold_id, holds)
             return pb.MatchReply(
                 chunks=answer.chunks,
                 tokens=answer.tokens,
@@ -201,8 +214,36 @@ class Dispatcher:
                 eta_ms=answer.eta_ms,
             )
 
+    def _hold(self, run: Run, states: bytes, hold_id: int, holds: HoldSink) -> None:
+        keys, charged_bytes = self.store.hold(run, states)
+        try:
+            holds.add_hold(hold_id, keys, charged_bytes)
+        except BaseException:
+            self.store.unhold(run.namespace, keys)
+            raise
+
+    def acquire_now(
+        self, request: pb.AcquireRequest, caller: Caller, max_bytes: int
+    ) -> tuple[Leased, bytes] | None:
+        """What the request asks for, leased, and the ChunkStates, if all of it is in RAM and within
+        `max_bytes`, padded; else None, and nothing is leased or counted: see AcquireCall.
+        """
+        self.admit(caller, request.run.namespace)
+        if not request.lease_id:
+            raise BadRequest("lease_id is 0", "choose an id that the session does not use yet")
+        with self.calls.taken(request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
+            answer = self.store.acquire_now(run, max_bytes)
+        if answer is not None:
+            self.report("acquire", "ok", caller, "ram")
+        return answer
+
     async def touch(self, request: pb.TouchRequest, caller: Caller) -> pb.TouchReply:
         """Mark chunks as used, and renew their time to live."""
+        return self.touch_now(request, caller)
+
+    def touch_now(self, request: pb.TouchRequest, caller: Caller) -> pb.TouchReply:
+        """The same."""
         with self.serving("touch", caller, request.run.namespace):
             run = self.run_of(request.run, request.ctx)
             ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
@@ -225,6 +266,10 @@ class Dispatcher:
 
     async def pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
         """Protect chunks from eviction."""
+        return self.pin_now(request, caller)
+
+    def pin_now(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
+        """The same."""
         with self.serving("pin", caller, request.run.namespace):
             run = self.run_of(request.run, request.ctx)
             ttl_ms = check.check_ttl("ttl_ms", request.ttl_ms, self.limits)
@@ -233,11 +278,19 @@ class Dispatcher:
 
     async def unpin(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
         """End protection."""
+        return self.unpin_now(request, caller)
+
+    def unpin_now(self, request: pb.UnpinRequest, caller: Caller) -> pb.UnpinReply:
+        """The same."""
         with self.serving("unpin", caller, request.run.namespace):
             return pb.UnpinReply(unpinned=self.store.unpin(self.run_of(request.run, request.ctx)))
 
     async def list(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
         """One page of a namespace's keys."""
+        return self.list_now(request, caller)
+
+    def list_now(self, request: pb.ListRequest, caller: Caller) -> pb.ListReply:
+        """The same."""
         with self.serving("list", caller, request.namespace):
             check.check_context(request.ctx, self.limits)
             limit = check.check_list(request, self.limits)
@@ -245,6 +298,10 @@ class Dispatcher:
 
     async def usage(self, request: pb.UsageRequest, caller: Caller) -> pb.UsageReply:
         """What a namespace and its tenants hold."""
+        return self.usage_now(request, caller)
+
+    def usage_now(self, request: pb.UsageRequest, caller: Caller) -> pb.UsageReply:
+        """The same."""
         with self.serving("usage", caller, request.namespace):
             check.check_context(request.ctx, self.limits)
             return self.store.usage(request.namespace)

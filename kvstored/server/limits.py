@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstored_client.proto import kvstore_pb2 as pb
 
 KEY_BYTES = 32
 PIECE_BYTES = 1 << 20
 """Unit of verification (design, section 3); the tiers use the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalLimits:
+    """Bounds on local sessions; see docs/configuration.md, `[local]`.
+
+    Fractions are of the namespace's RAM cap: how much of it leases, holds and reservations may keep
+    in place, of one session and of all sessions of the namespace.
+    """
+
+    max_sessions: int = 256
+    max_requests: int = 64  # under way, of one session
+    max_leases: int = 4096  # ids in use, of one session
+    ring_bytes: int = 4 << 20
+    max_staging_bytes: int = 256 << 20  # areas of one session
+    max_total_staging_bytes: int = 1 << 30  # rings and areas of all sessions
+    max_leased_fraction_session: float = 0.5
+    max_leased_fraction_namespace: float = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +53,7 @@ class Limits:
     max_running_calls: int = 256
     max_running_streams: int = 64
     retry_after_ms: int = 50
+    local: LocalLimits = field(default_factory=LocalLimits)
 
     def to_proto(self) -> pb.Limits:
         """What Hello tells clients."""

@@ -1,4 +1,4 @@
-"""Get and Put, apart from any transport.
+"""Get, Acquire and Put, apart from any transport.
 
 Objects may be made on any thread; every method runs on the verbs' loop. A transport must schedule
 `close` whatever happens: it ends leases and tickets, also those whose making was still under way.
@@ -15,8 +15,8 @@ from typing import TypeVar
 from kvstored.server import validation as check
 from kvstored.server.auth import Caller
 from kvstored.server.dispatcher import Dispatcher, outcome_of
-from kvstored.server.ports import GetStreamPort
-from kvstored.store.api import Grant, PutTicket, Received
+from kvstored.server.ports import AcquireStreamPort, GetStreamPort
+from kvstored.store.api import Grant, Leased, PutTicket, Received
 from kvstored_client.proto import kvstore_pb2 as pb
 
 _T = TypeVar("_T")
@@ -147,6 +147,53 @@ class GetCall(_PayloadCall):
         """End every lease."""
         if self._stream is not None:
             self._tell_delivered()
+            await self._stream.close()
+
+
+class AcquireCall(_PayloadCall):
+    """One Acquire that must wait for something: `begin`, `next` until None, `close`.
+
+    What `next` gave stays leased until the caller has the store release it.
+    """
+
+    verb = "acquire"
+
+    def __init__(self, dispatcher: Dispatcher, caller: Caller) -> None:
+        super().__init__(dispatcher, caller)
+        self._stream: AcquireStreamPort | None = None
+
+    async def begin(self, request: pb.AcquireRequest, room: Callable[[int], bool]) -> None:
+        """Validate and open. `room(charged_bytes)`: see Store.open_acquire."""
+        await self.step(lambda: self._begin(request, room))
+
+    async def _begin(self, request: pb.AcquireRequest, room: Callable[[int], bool]) -> None:
+        self.admit(request.run.namespace)
+        run = self.dispatcher.run_of(request.run, request.ctx)
+        _, deadline = self.dispatcher.deadlines(self.caller, request.ctx)
+        self._stream = self.dispatcher.store.open_acquire(run, deadline, room)
+
+    async def next(self) -> Leased | None:
+        """Objects that are ready; None at the end."""
+        return await self.step(self._next)
+
+    async def _next(self) -> Leased | None:
+        assert self._stream is not None, "begin comes first"
+        leased = await self._stream.next()
+        if leased is None:
+            self.outcome = "ok"
+        else:
+            self.tier = max(self.tier, *leased.tiers)
+        return leased
+
+    @property
+    def states(self) -> bytes:
+        """One ChunkState per key; final once `next` gave None."""
+        assert self._stream is not None, "begin comes first"
+        return self._stream.states
+
+    async def release(self) -> None:
+        """Give up what was not handed out."""
+        if self._stream is not None:
             await self._stream.close()
 
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstored.store.accounting import Accounts
-from kvstored.store.api import Family, Grant, MatchAnswer, PutOffer, PutTicket, Received, Run
+from kvstored.store.api import (
+    Family,
+    Grant,
+    Leased,
+    MatchAnswer,
+    PutOffer,
+    PutTicket,
+    Received,
+    Run,
+)
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -32,6 +44,30 @@ class GetStreamPort(Protocol):
         """Release every lease; idempotent."""
 
 
+class AcquireStreamPort(Protocol):
+    """See AcquireStream in kvstored/store/leasing.py."""
+
+    @property
+    def states(self) -> bytes:
+        """One ChunkState per key; final once `next` gave None."""
+
+    async def next(self) -> Leased | None:
+        """What is ready, in order, leased until the store releases it; None at the end."""
+
+    async def close(self) -> None:
+        """Give up what was not handed out; idempotent."""
+
+
+class HoldSink(Protocol):
+    """Who answers for what a match holds: a local session."""
+
+    def add_hold(self, hold_id: int, keys: list[bytes], charged_bytes: int) -> None:
+        """Take the keys over; `charged_bytes`: what they keep in RAM.
+
+        Raises BadRequest for an id in use, ResourceExhausted beyond the session's bounds.
+        """
+
+
 class StorePort(Protocol):
     """See Store in docs/architecture.md."""
 
@@ -49,6 +85,23 @@ class StorePort(Protocol):
 
     def open_get(self, run: Run, deadline: float, bypass_ram: bool = False) -> GetStreamPort:
         """Begin to read."""
+
+    def acquire_now(self, run: Run, max_bytes: int) -> tuple[Leased, bytes] | None:
+        """Lease all of a run that is in RAM, with its states; None: see `open_acquire`."""
+
+    def open_acquire(
+        self, run: Run, deadline: float, room: Callable[[int], bool]
+    ) -> AcquireStreamPort:
+        """Begin to lease. `room(charged_bytes)`: whether the caller may hold so much more."""
+
+    def release(self, places: NDArray[np.int64]) -> None:
+        """End the leases of `Leased.places`."""
+
+    def hold(self, run: Run, states: bytes) -> tuple[list[bytes], int]:
+        """Protect the chunks that are held by `states`; their keys, and their bytes in RAM."""
+
+    def unhold(self, namespace: str, keys: Iterable[bytes]) -> None:
+        """The twin of `hold`."""
 
     async def begin_put(self, offer: PutOffer) -> PutTicket:
         """Reserve room."""

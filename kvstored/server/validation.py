@@ -155,12 +155,14 @@ def build_run(run: pb.ChunkRun, context: pb.Context, family: Family, limits: Lim
     )
 
 
-def check_match(request: pb.MatchRequest) -> None:
-    """Check the fields of Match beside its run."""
+def check_match(request: pb.MatchRequest, *, holdable: bool) -> None:
+    """Check the fields of Match beside its run. `holdable`: the transport serves holds."""
     _check_enum("mode", request.mode, pb.MatchMode.values())
     _check_enum("depth", request.depth, pb.Depth.values())
-    if request.hold:
+    if request.hold and not holdable:
         raise Unimplemented("hold is not served on this transport", "match without hold")
+    if request.hold and not request.hold_id:
+        raise BadRequest("hold_id is 0", "choose an id that the session does not use yet")
 
 
 def check_delete(request: pb.DeleteRequest) -> None:

@@ -46,6 +46,14 @@ def _count_misses(accounts: Accounts, run: Run, states: bytes) -> None:
         accounts.misses[key].add(chunks, tokens, chunks * nbytes)
 
 
+def count_leased(accounts: Accounts, run: Run, lengths_bytes: list[int]) -> None:
+    """Count a run whose every chunk was handed out from RAM at once."""
+    if not run.probe:
+        key = (run.namespace, run.tenant, accounts.model_label(run.family.model), "ram")
+        tokens = run.chunk_end_token(len(run) - 1) - run.start * run.family.chunk_tokens
+        accounts.hits[key].add(len(run), tokens, sum(lengths_bytes))
+
+
 def count_get(accounts: Accounts, run: Run, states: bytes, sizes: dict[int, int]) -> None:
     """Count a finished get: `sizes` has the bytes delivered per chunk of the run."""
     if run.probe:

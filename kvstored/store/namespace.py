@@ -7,6 +7,7 @@ import time
 
 from kvstored.store.families import Families
 from kvstored.store.ghosts import Ghosts
+from kvstored.store.holds import Holds
 from kvstored.store.index import NONE, TIERS, ChunkIndex
 from kvstored.store.lru import LeafLru
 from kvstored.tiers.base import TierKind
@@ -30,6 +31,7 @@ class Namespace:
         # Whose turn it is to wait for room, first come: puts, and loads that a reader waits for.
         self.put_queue = asyncio.Lock()
         self.load_queue = asyncio.Lock()
+        self.holds = Holds()
         self.pins: dict[int, float] = {}  # chunk row -> time.monotonic() at which the pin ends
 
     def tenant_number(self, label: str) -> int:

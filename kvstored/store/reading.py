@@ -234,16 +234,40 @@ class GetStream:
 
     def delivered(self, grants: Sequence[Grant]) -> None:
         """The transport took these grants' bytes in full: they count, and their leases end."""
+        for place in self.kept(grants):
+            self._ram.release(place)
+        self._released()
+
+    def kept(self, grants: Sequence[Grant]) -> list[int]:
+        """These grants count as delivered; their views end, their leases are the caller's. Gives
+        the leased places.
+        """
         self._ended = time.monotonic()
+        places: list[int] = []
         for grant in grants:
             item = self._granted.pop(grant.index)
             let_go(grant.view)
-            self._ram.release(item.place)
+            places.append(item.place)
             i = item.chunk
             self._undelivered[i] -= 1
             self.chunk_bytes[i] = self.chunk_bytes.get(i, 0) + item.length_bytes
             if self._states[i] < FIRST_MISS:
                 self._states[i] = max(self._states[i], int(item.tier))
+        return places
+
+    def decline(self, grants: Sequence[Grant]) -> None:
+        """The caller has no room for these, nor for what would come after: nothing does."""
+        for grant in grants:
+            item = self._granted.pop(grant.index)
+            let_go(grant.view)
+            self._give_up(item, int(pb.MISS_DECLINED))
+        for item in self._plan:
+            if item.load is not None and not item.load.done():
+                item.load.cancel()  # the load itself goes on and lands in RAM
+            elif item.load is not None and not item.load.cancelled():
+                item.place = item.load.result().place
+            self._give_up(item, int(pb.MISS_DECLINED))
+        self._plan.clear()
         self._released()
 
     @property

@@ -6,14 +6,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstored import errors
 from kvstored.store import families, recovery
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import (
     Family,
+    Leased,
     MatchAnswer,
     PutOffer,
     PutTicket,
@@ -21,8 +25,9 @@ from kvstored.store.api import (
     Run,
     StoppedReport,
 )
-from kvstored.store.counting import count_get, count_match
+from kvstored.store.counting import count_get, count_leased, count_match
 from kvstored.store.index import NONE
+from kvstored.store.leasing import AcquireStream, held_keys, lease_run
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
@@ -173,6 +178,8 @@ class Store:
 
     def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
         """Whether something is under way that needs the chunk to stay in the tier."""
+        if ns.holds and ns.index.key(chunk) in ns.holds:
+            return True
         if tier is TierKind.RAM:
             if self.writer is not None and self.writer.busy(ns, chunk):
                 return True
@@ -240,6 +247,43 @@ class Store:
     def _count_get(self, stream: GetStream) -> None:
         count_get(self.accounts, stream.run, stream.outcome, stream.chunk_bytes)
         self.rates.observe(*stream.observed)
+
+    def acquire_now(self, run: Run, max_bytes: int) -> tuple[Leased, bytes] | None:
+        """Lease the whole run, if all of it is in RAM and within `max_bytes` (padded), with one
+        ChunkState per key; None, and nothing done, otherwise. Counts the hits.
+
+        The caller ends the leases by `release`.
+        """
+        ns = self.namespace(run.namespace)
+        answer = lease_run(ns, run, self.ram, self.residency, max_bytes)
+        if answer is not None:
+            count_leased(self.accounts, run, answer[0].lengths_bytes)
+        return answer
+
+    def open_acquire(self, run: Run, deadline: float, room: Callable[[int], bool]) -> AcquireStream:
+        """A stream of the run's objects, leased; see AcquireStream. The caller must `close` it, and
+        `release` what it handed out.
+        """
+        return AcquireStream(self.open_get(run, deadline), self.ram, room)
+
+    def release(self, places: NDArray[np.int64]) -> None:
+        """End the leases of what `acquire_now` or an AcquireStream gave."""
+        self.ram.release_many(places)
+        self._trash.freed.notify()
+
+    def hold(self, run: Run, states: bytes) -> tuple[list[bytes], int]:
+        """Keep the chunks that `states` says are held from eviction, in whatever tier they are,
+        until `unhold`. Gives their keys, and what they take up in RAM (padded bytes).
+        """
+        ns = self.namespace(run.namespace)
+        keys, charged_bytes = held_keys(ns, run, states)
+        ns.holds.add(keys)
+        return keys, charged_bytes
+
+    def unhold(self, namespace: str, keys: Iterable[bytes]) -> None:
+        """The twin of `hold`: once for each time a key was held."""
+        self.namespace(namespace).holds.remove(keys)
+        self._trash.freed.notify()
 
     async def begin_put(self, offer: PutOffer) -> PutTicket:
         """Plan a put and reserve its room; end it by `commit_put` or `abort_put`."""

@@ -58,7 +58,7 @@ class Run:
     parts: tuple[int, ...]  # indices into family.parts, never empty
     probe: bool = False
     request_id: str = ""
-    _keys: list[bytes] = field(default_factory=list, compare=False, repr=False)
+    _keys: list[bytes] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.packed) // KEY_BYTES

@@ -256,7 +256,7 @@ async def test_equal_keys_in_one_run_are_one_chunk() -> None:
         prefix = c.kv.foreign([b"x", b"x", b"y"])
         packed = prefix.keys(bytes(32))
         run = c.run(tokens(3))
-        run = dataclasses.replace(run, keys=[packed[i : i + 32] for i in range(0, 96, 32)])
+        run = dataclasses.replace(run, packed=packed[:96])
         states = await c.put(run, [payload(1, SIZE), payload(1, SIZE), payload(2, SIZE)])
         assert list(states) == [pb.STORED, pb.EXISTED, pb.STORED]
         got, _ = await c.get(run)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from kvstored.config import NamespaceSettings, Secret, Settings
 from kvstored.io.base import Files
 from kvstored.server.auth import Auth, NamespaceAuth, token_hash
-from kvstored.server.limits import Limits
+from kvstored.server.limits import Limits, LocalLimits
 from kvstored.store import store as stores
 from kvstored.store.store import Store, StoreSettings
 from kvstored.supervise import Supervisor
@@ -79,6 +79,13 @@ def build_limits(settings: Settings) -> Limits:
         max_put_bytes=settings.limits.max_put_bytes,
         max_running_calls=settings.limits.max_calls,
         stall_timeout_s=settings.limits.stall_timeout_s,
+        local=LocalLimits(
+            max_sessions=settings.local.max_sessions,
+            max_staging_bytes=settings.local.max_staging_bytes,
+            max_total_staging_bytes=settings.local.max_total_staging_bytes,
+            max_leased_fraction_session=settings.local.max_leased_percent_session / 100,
+            max_leased_fraction_namespace=settings.local.max_leased_percent_namespace / 100,
+        ),
     )
 
 

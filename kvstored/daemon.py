@@ -24,10 +24,12 @@ from kvstored.sdnotify import Notifier
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_server import GrpcServer
 from kvstored.server.http import Health, HttpServer
+from kvstored.server.local.figures import LocalFigures
 from kvstored.server.metrics import (
     CallAccounts,
     MetricsCollector,
     MetricsSources,
+    RamFigures,
     Snapshot,
     take_snapshot,
 )
@@ -268,7 +270,10 @@ class Daemon:
         if store is None:
             return Snapshot()
         not_written = store.writer.not_written if store.writer is not None else {}
-        return take_snapshot(store.accounts, store.status(), not_written)
+        local = LocalFigures()
+        return take_snapshot(
+            store.accounts, store.status(), not_written, local, RamFigures.of(store.ram)
+        )
 
 
 async def _end(task: asyncio.Task[T]) -> None:

@@ -14,6 +14,7 @@ from kvstored.config.settings import (
     DaemonSettings,
     LimitSettings,
     ListenSettings,
+    LocalSettings,
     LogSettings,
     NvmeSettings,
     RamSettings,
@@ -23,11 +24,12 @@ from kvstored.config.settings import (
 )
 from kvstored.config.sizes import format_size
 from kvstored.config.sources import CONFIG_VARIABLE, NAMESPACE_TABLE, PREFIX, Tree
+from kvstored_client.target import local_socket_path
 
 MIB = 1 << 20
 GIB = 1 << 30
 
-SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "tenants", "log")
+SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "local", "tenants", "log")
 
 LEAST_RAM_BYTES = MIB
 LEAST_NVME_BYTES = 16 * MIB
@@ -55,6 +57,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
     ram = _ram(section["ram"], host)
     nvme = _nvme(section["nvme"], daemon.data_dir, report)
     limits = _limits(section["limits"], ram)
+    local = _local(section["local"], ram)
     tenants = TenantSettings(section["tenants"].integer("max", 1000, least=1, most=100_000))
     log = LogSettings(
         section["log"].choice("level", "info", ("debug", "info", "warning", "error")),
@@ -65,7 +68,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
     namespaces = build_namespaces(
         tree.namespaces, ram, nvme, environ, report, implicit_default=daemon.default_namespace
     )
-    settings = Settings(daemon, listen, ram, nvme, limits, tenants, log, namespaces)
+    settings = Settings(daemon, listen, ram, nvme, limits, local, tenants, log, namespaces)
     _unknown_sections(tree, report)
     _near_variables(environ, report)
     _across(settings, section["listen"], report)
@@ -113,8 +116,8 @@ def _listen(section: Section, host: Host) -> ListenSettings:
     )
     tcp = section.text("tcp", "", _tcp_or_none, "write host:port, or nothing for no TCP listener")
     http = section.text("http", DEFAULT_HTTP, _http, _HTTP_WANTED)
-    if http == unix:
-        section.complain("http", "must not be the path of listen.unix")
+    if http in (unix, local_socket_path(unix), unix.with_name(f"{unix.stem}-admin{unix.suffix}")):
+        section.complain("http", "must not be the path of listen.unix or of a socket beside it")
     insecure = section.boolean("insecure", default=False)
     return ListenSettings(unix, tcp, http, insecure)
 
@@ -168,6 +171,23 @@ def _limits(section: Section, ram: RamSettings) -> LimitSettings:
         section.size("max_dirty_bytes", half, least=LEAST_OBJECT_BYTES, most=ram.cap_bytes),
         section.integer("max_calls", 256, least=1, most=65_536),
         section.seconds("stall_timeout_s", 10.0, least=0.1, most=3600.0),
+    )
+
+
+def _local(section: Section, ram: RamSettings) -> LocalSettings:
+    return LocalSettings(
+        section.boolean("enabled", default=True),
+        section.integer("max_sessions", 256, least=1, most=65_536),
+        section.integer("max_leased_percent_session", 50, least=1, most=100),
+        section.integer("max_leased_percent_namespace", 75, least=1, most=100),
+        section.size(
+            "max_staging_bytes", min(256 * MIB, ram.cap_bytes // 4), least=LEAST_OBJECT_BYTES
+        ),
+        section.size(
+            "max_total_staging_bytes",
+            max(16 * MIB, min(GIB, ram.cap_bytes // 2)),
+            least=4 * MIB,
+        ),
     )
 
 

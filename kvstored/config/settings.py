@@ -76,6 +76,20 @@ class LimitSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """Local sessions (shared memory). Percentages are of the namespace's RAM cap, for what leases
+    keep in place; staging memory comes on top of the RAM cap.
+    """
+
+    enabled: bool
+    max_sessions: int
+    max_leased_percent_session: int
+    max_leased_percent_namespace: int
+    max_staging_bytes: int
+    max_total_staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TenantSettings:
     """Bound on distinct tenant labels per namespace; later ones are accounted as "other"."""
 
@@ -115,6 +129,7 @@ class Settings:
     ram: RamSettings
     nvme: NvmeSettings
     limits: LimitSettings
+    local: LocalSettings
     tenants: TenantSettings
     log: LogSettings
     namespaces: tuple[NamespaceSettings, ...]

@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 
 from kvstored import __version__
 from kvstored.looplag import LoopLag
+from kvstored.server.local.figures import LocalFigures
 from kvstored.store.accounting import LATENCY_BUCKETS_S, Accounts, Amount, Histogram, Holding
+from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import admin_pb2 as admin
 
 Key2 = tuple[str, str]
@@ -27,6 +29,19 @@ Key3 = tuple[str, str, str]
 Key4 = tuple[str, str, str, str]
 
 _BOUNDS = (*(f"{bound:g}" for bound in LATENCY_BUCKETS_S), "+Inf")
+
+
+@dataclass(frozen=True, slots=True)
+class RamFigures:
+    """How the RAM tier's memory was had: segments, and bytes known to lie in huge pages."""
+
+    segments: int
+    huge_bytes: int
+
+    @classmethod
+    def of(cls, ram: RamTier) -> RamFigures:
+        """Those of a tier, now."""
+        return cls(ram.segments, ram.huge_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +65,16 @@ class Snapshot:
     recovery_dropped: Mapping[str, int] = field(default_factory=dict)
     not_written: Mapping[str, int] = field(default_factory=dict)
     status: admin.StatusReply = field(default_factory=admin.StatusReply)
+    local: LocalFigures = field(default_factory=LocalFigures)
+    ram: RamFigures = field(default_factory=lambda: RamFigures(0, 0))
 
 
 def take_snapshot(
-    accounts: Accounts, status: admin.StatusReply, not_written: Mapping[str, int]
+    accounts: Accounts,
+    status: admin.StatusReply,
+    not_written: Mapping[str, int],
+    local: LocalFigures,
+    ram: RamFigures,
 ) -> Snapshot:
     """Copy what the renderer needs. Belongs to the verbs' loop; costs no more than the copies.
 
@@ -74,6 +95,8 @@ def take_snapshot(
         recovery_dropped=dict(accounts.recovery_dropped),
         not_written=dict(not_written),
         status=status,
+        local=local,
+        ram=ram,
     )
 
 
@@ -117,6 +140,7 @@ class MetricsCollector(Collector):
         yield from _traffic_metrics(snapshot)
         yield from _content_metrics(snapshot)
         yield from _tier_metrics(snapshot.status)
+        yield from _memory_metrics(snapshot)
         yield _latency_metric(snapshot.latencies)
 
 
@@ -268,6 +292,43 @@ def _tier_metrics(status: admin.StatusReply) -> Iterator[Metric]:
         ("families", "Families known."),
     ):
         yield GaugeMetricFamily(f"kvstored_{name}", help_text, float(getattr(status, name)))
+
+
+def _memory_metrics(now: Snapshot) -> Iterator[Metric]:
+    local = now.local
+    for name, help_text, value in (
+        (
+            "ram_segments",
+            "Segments of the RAM tier, those being given back included.",
+            now.ram.segments,
+        ),
+        ("ram_huge_bytes", "RAM tier memory known to lie in huge pages.", now.ram.huge_bytes),
+        ("local_sessions", "Local sessions that are served.", local.sessions),
+        (
+            "local_quarantined_sessions",
+            "Local sessions that the daemon has ended and whose process "
+            "may still look at what they held.",
+            local.quarantined_sessions,
+        ),
+        (
+            "local_leased_bytes",
+            "Bytes in RAM that local sessions keep in place: leases, holds and "
+            "reservations, quarantined ones too.",
+            local.leased_bytes,
+        ),
+        (
+            "local_staging_bytes",
+            "Memory of rings and areas, beside the RAM cap.",
+            local.staging_bytes,
+        ),
+    ):
+        yield GaugeMetricFamily(f"kvstored_{name}", help_text, float(value))
+    yield _counter(
+        "kvstored_local_sessions_ended",
+        "Local sessions that are over, by what ended them.",
+        ["reason"],
+        [((reason,), count) for reason, count in dict(local.ended).items()],
+    )
 
 
 def _latency_metric(latencies: Mapping[Key2, Histogram]) -> Metric:

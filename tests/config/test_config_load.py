@@ -95,6 +95,13 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     max_dirty_bytes = "2MiB"
     max_calls = 3
     stall_timeout_s = 1.5
+    [local]
+    enabled = false
+    max_sessions = 5
+    max_leased_percent_session = 6
+    max_leased_percent_namespace = 7
+    max_staging_bytes = "3MiB"
+    max_total_staging_bytes = "4MiB"
     [tenants]
     max = 4
     [log]
@@ -119,6 +126,7 @@ def test_everything_can_be_set(tmp_path: Path) -> None:
     assert str(settings.listen.tcp) == "[::1]:9440"
     assert (settings.ram.cap_bytes, settings.nvme.cap_bytes) == (64 << 20, 128 << 20)
     assert dataclasses.astuple(settings.limits) == (1 << 20, 2 << 20, 3, 1.5)
+    assert dataclasses.astuple(settings.local) == (False, 5, 6, 7, 3 << 20, 4 << 20)
     assert settings.tenants.max == 4
     assert dataclasses.astuple(settings.log) == ("debug", "json")
     (namespace,) = settings.namespaces

@@ -15,10 +15,12 @@ from prometheus_client import CollectorRegistry
 from kvstored.config import TcpAddress
 from kvstored.looplag import LoopLag
 from kvstored.server.http import LOOP_STUCK_AFTER_S, MAX_REQUESTS, Health, HttpServer
+from kvstored.server.local.figures import LocalFigures
 from kvstored.server.metrics import (
     CallAccounts,
     MetricsCollector,
     MetricsSources,
+    RamFigures,
     Snapshot,
     take_snapshot,
 )
@@ -26,6 +28,7 @@ from kvstored.server.sockets import ListenError
 from kvstored.store.accounting import Accounts
 from kvstored_client.proto import admin_pb2 as admin
 
+LOCAL = LocalFigures(2, 1, 12288, 8192, {"died": 3})
 LOOPBACK = TcpAddress("127.0.0.1", 0)
 
 
@@ -158,7 +161,9 @@ def test_metrics_render_the_accounts_exactly(figures: Figures, address: str) -> 
         health="out of memory", mode="memfd",
     )  # fmt: skip
     status.namespaces.add(name="ns", tier="ram", charged_bytes=40, cap_bytes=60)
-    figures.snapshot = lambda: take_snapshot(accounts, status, {"room": 11})
+    figures.snapshot = lambda: take_snapshot(
+        accounts, status, {"room": 11}, LOCAL, RamFigures(segments=3, huge_bytes=4096)
+    )
 
     found = counters(fetch(address, "/metrics")[1])
     expected = {
@@ -200,6 +205,13 @@ def test_metrics_render_the_accounts_exactly(figures: Figures, address: str) -> 
         'kvstored_loop_lag_seconds{quantile="0.5"}': 0.001,
         'kvstored_loop_lag_seconds{quantile="0.99"}': 0.002,
         'kvstored_loop_lag_seconds{quantile="1"}': 0.003,
+        "kvstored_ram_segments": 3,
+        "kvstored_ram_huge_bytes": 4096,
+        "kvstored_local_sessions": 2,
+        "kvstored_local_quarantined_sessions": 1,
+        "kvstored_local_leased_bytes": 12288,
+        "kvstored_local_staging_bytes": 8192,
+        'kvstored_local_sessions_ended_total{reason="died"}': 3,
         "kvstored_chunks": 7,
         "kvstored_dirty_bytes": 8,
         "kvstored_leased_bytes": 9,

@@ -61,6 +61,22 @@ class ClosedError(UsageError):
     """The client was closed."""
 
 
+class LeaseUsageError(UsageError):
+    """Base of what can be wrong with the use of a lease, a hold or of slots."""
+
+
+class LeaseInUseError(LeaseUsageError):
+    """The lease was to be released while views of it live; nothing was released."""
+
+
+class LeaseEndedError(LeaseUsageError):
+    """The lease was released, or belongs to the process that this one was forked from."""
+
+
+class NotLeasedError(LeaseUsageError, IndexError):
+    """That object is not in the lease: its chunk is not held, not needed, or out of range."""
+
+
 class ServiceError(KVStoredClientError):
     """Base of what keeps a daemon from being used."""
 

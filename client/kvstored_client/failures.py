@@ -21,6 +21,17 @@ class FailureKind(enum.Enum):
     REFUSED = "refused"
     GARBAGE = "garbage"
     CLOSED = "closed"
+    CANCELLED = "cancelled"
+    NOT_LOCAL = "not_local"
+
+    @property
+    def of_daemon(self) -> bool:
+        """Whether it says how the daemon fares; the others are the client's own doing."""
+        return self not in _OWN_DOING
+    CANCELLED = "cancelled"
+
+
+_OWN_DOING = frozenset((FailureKind.CLOSED, FailureKind.CANCELLED, FailureKind.NOT_LOCAL))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,9 @@ _EXCEPTIONS: dict[FailureKind, type[errors.ServiceError]] = {
     FailureKind.REFUSED: errors.RefusedError,
     FailureKind.GARBAGE: errors.ProtocolError,
     FailureKind.CLOSED: errors.ConnectError,
+    FailureKind.CANCELLED: errors.DeadlineError,
+    FailureKind.NOT_LOCAL: errors.ConnectError,
+    FailureKind.CANCELLED: errors.ConnectError,
 }
 
 _KINDS = {
@@ -104,3 +118,13 @@ class GarbageError(Exception):
     def failure(self) -> Failure:
         """The same as a value."""
         return Failure(FailureKind.GARBAGE, str(self), "is this a kvstored of a fitting version?")
+
+
+DEADLINE_PASSED = Failure(FailureKind.DEADLINE, "the deadline passed before the answer came")
+CLIENT_CLOSED = Failure(FailureKind.CLOSED, "the client was closed")
+CANCELLED = Failure(FailureKind.CANCELLED, "the call was cancelled")
+NOT_LOCAL = Failure(
+    FailureKind.NOT_LOCAL,
+    "no local session with the daemon",
+    "leases and slots need a daemon of this node, reached by its Unix socket",
+)

@@ -155,8 +155,8 @@ class SessionKeeper:
     def noted(self, result: _Result | Failure) -> _Result | Failure:
         """Pass a result on; log when the daemon's condition changes, not with every call."""
         kind = result.kind if isinstance(result, Failure) else None
-        if kind is FailureKind.CLOSED:
-            return result  # says nothing of the daemon
+        if kind is not None and not kind.of_daemon:
+            return result
         if kind in (FailureKind.UNREACHABLE, FailureKind.DRAINING):
             # Whoever answers next may be another daemon.
             self._session = None

@@ -7,15 +7,21 @@ never waits and never touches a socket, so that one body serves the blocking and
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
+import numpy as np
 from google.protobuf.message import Message
 
 from kvstored_client.failures import Failure, GarbageError
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.methods import Method
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvstored_client.local.grants import Grant, Granted, Held, Reserved
 
 _Result = TypeVar("_Result")
 _Reply = TypeVar("_Reply", bound=Message)
@@ -34,18 +40,45 @@ class Receiver(Protocol):
     def restart(self) -> None:
         """The step is run again from its beginning."""
 
+    def take_rows(
+        self,
+        indices: Sequence[int],
+        addresses: NDArray[np.int64],
+        lengths: Sequence[int],
+        checksums: bytes,
+        tiers: bytes,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Copy objects out of mapped memory, row by row; False if `stop` came true meanwhile.
+
+        Used instead of `feed` where memory is shared. Raises GarbageError.
+        """
+
+    def finish(self, states: bytes) -> None:
+        """The last rows were taken; one ChunkState per chunk. Raises GarbageError."""
+
 
 class Sender(Protocol):
     """Gives the messages of one upload and takes its answers."""
 
-    def header(self) -> bytes:
-        """The first message; asked for again if the step is run again."""
+    @property
+    def wanted_bytes(self) -> int:
+        """Payload that the plan asks for."""
+
+    def header(self, announce: bool = True) -> bytes:
+        """The first message; asked for again if the step is run again.
+
+        `announce`: with the checksums of what is offered.
+        """
 
     def plan(self, message: bytes) -> None:
         """Take the daemon's first answer. Raises GarbageError."""
 
     def frames(self) -> Iterator[bytes]:
         """The payload."""
+
+    def copy_to(self, address: int, nbytes: int) -> None:
+        """Copy the next bytes of the payload to an address, instead of `frames`."""
 
     def finish(self, message: bytes) -> None:
         """Take the daemon's last answer. Raises GarbageError."""
@@ -65,11 +98,16 @@ class Unary:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """One Get. The answer is None: what came is in the receiver, whether or not it failed."""
+    """One Get. The answer is None: what came is in the receiver, whether or not it failed.
+
+    `chunk_bytes`: most that one chunk of it has, if the request means the same when it is cut
+    between any chunks; else 0.
+    """
 
     request: pb.GetRequest
     receiver: Receiver
     deadline: float
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +118,46 @@ class Upload:
     deadline: float
 
 
-Step: TypeAlias = Unary | Download | Upload
-Answer: TypeAlias = Message | Failure | None
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """One Acquire; the transport chooses the id. The answer is a Granted."""
+
+    request: pb.AcquireRequest
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """One Match that also protects what it finds; the transport chooses the id. The answer is a
+    Held.
+    """
+
+    request: pb.MatchRequest
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """One Reserve; the transport chooses the id. The answer is a Reserved."""
+
+    request: pb.ReserveRequest
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The Commit of a reservation, in its own session. The answer is a PutReply."""
+
+    request: pb.CommitRequest
+    grant: Grant
+    deadline: float
+
+
+LocalStep: TypeAlias = Acquire | Hold | Reserve | Commit
+"""Steps that only a local session can run; elsewhere they fail as NOT_LOCAL."""
+
+Step: TypeAlias = Unary | Download | Upload | LocalStep
+Answer: TypeAlias = "Message | Failure | Granted | Held | Reserved | None"
 Verb: TypeAlias = Generator[Step, Answer, _Result]
 
 

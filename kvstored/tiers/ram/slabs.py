@@ -35,7 +35,7 @@ class SlabSegment:
     slots: int
     busy: bytearray
     owners: array[int]  # per busy slot: the table row of its object, or MOVER
-    pieces: bytearray  # per slot: the XXH3-64 of each piece
+    pieces: bytearray  # per slot: the XXH3-64 of each piece, where there can be several
     used: int = 0
     pinned: int = 0
     draining: bool = False
@@ -52,8 +52,8 @@ class SlabSegment:
 
     @property
     def piece_stride(self) -> int:
-        """Bytes of `pieces` per slot."""
-        return piece_count(self.slot_bytes) * PIECE_CHECKSUM_BYTES
+        """Bytes of `pieces` per slot; 0 where the object's own checksum has its only piece's."""
+        return _piece_stride(self.slot_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +201,7 @@ class Slabs:
             slots=slots,
             busy=bytearray(slots),
             owners=array("I", bytes(4 * slots)),
-            pieces=bytearray(slots * piece_count(slot_bytes) * PIECE_CHECKSUM_BYTES),
+            pieces=bytearray(slots * _piece_stride(slot_bytes)),
             draining=True,
         )
         self.segments[segment.segment_id] = segment
@@ -260,6 +260,11 @@ class Slabs:
         held_bytes = size_class.size_bytes if size_class else 0
         size_bytes = max(held_bytes // _CLASS_FRACTION, demand_bytes, largest // _LEAST_FRACTION)
         return min(MAX_SLOTS, max(1, min(size_bytes, largest) // slot_bytes))
+
+
+def _piece_stride(slot_bytes: int) -> int:
+    pieces = piece_count(slot_bytes)
+    return pieces * PIECE_CHECKSUM_BYTES if pieces > 1 else 0
 
 
 def _cheapest(spaces: Iterable[Space], skip: Container[int]) -> SlabSegment | None:

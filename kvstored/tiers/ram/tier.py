@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from kvstored.errors import DataDirectoryError
 from kvstored.tiers.base import (
@@ -28,7 +29,7 @@ from kvstored.tiers.base import (
     padded_bytes,
 )
 from kvstored.tiers.ram.growth import Growth
-from kvstored.tiers.ram.places import Location, Places
+from kvstored.tiers.ram.places import Location, Locations, Places
 from kvstored.tiers.ram.probe import probe
 from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
 
@@ -239,6 +240,10 @@ class RamTier(Tier):
         """
         return self._growth.memory[segment_id].fd
 
+    def segment_bytes(self, segment_id: int) -> int:
+        """Size of a segment in bytes. Raises KeyError for one that is not in use."""
+        return self._growth.memory[segment_id].size_bytes
+
     def lease(self, place: int) -> None:
         """One more reader: the bytes stay where and what they are until `release`.
 
@@ -249,6 +254,27 @@ class RamTier(Tier):
     def release(self, place: int) -> None:
         """One reader less. Raises PlaceError when there is none."""
         self._places.release(place)
+
+    def lease_many(self, places: NDArray[np.int64]) -> None:
+        """`lease` of each, in one go; a place may occur several times.
+
+        Raises PlaceError, and nothing is leased, when one is not readable.
+        """
+        self._places.lease_many(places)
+
+    def release_many(self, places: NDArray[np.int64]) -> None:
+        """`release` of each, in one go; a place may occur as often as it was leased.
+
+        Raises PlaceError, and nothing is released, when one has fewer readers.
+        """
+        self._places.release_many(places)
+
+    def locate_many(self, places: NDArray[np.int64]) -> Locations:
+        """Segments, ranges and checksums of leased places; valid as long as views would be.
+
+        Raises PlaceError when one is not leased.
+        """
+        return self._places.locate_many(places)
 
     def leased(self, place: int) -> bool:
         """True when the place has readers. Raises PlaceError when it was freed."""

@@ -28,7 +28,6 @@ class FailureKind(enum.Enum):
     def of_daemon(self) -> bool:
         """Whether it says how the daemon fares; the others are the client's own doing."""
         return self not in _OWN_DOING
-    CANCELLED = "cancelled"
 
 
 _OWN_DOING = frozenset((FailureKind.CLOSED, FailureKind.CANCELLED, FailureKind.NOT_LOCAL))

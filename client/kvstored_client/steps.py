@@ -77,8 +77,10 @@ class Sender(Protocol):
     def frames(self) -> Iterator[bytes]:
         """The payload."""
 
-    def copy_to(self, address: int, nbytes: int) -> None:
-        """Copy the next bytes of the payload to an address, instead of `frames`."""
+    def copy_to(self, address: int, nbytes: int) -> bool:
+        """Copy the next bytes of the payload to an address, instead of `frames`; False, with
+        nothing copied, after `stop`.
+        """
 
     def finish(self, message: bytes) -> None:
         """Take the daemon's last answer. Raises GarbageError."""

@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvstored_client import KVClient
@@ -22,18 +23,27 @@ class BenchError(Exception):
     """The benchmark could not be run; the message says why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """A daemon of the benchmark's own. `http`: its metrics' Unix socket."""
+
+    target: str
+    pid: int
+    http: Path
+
+
 @contextlib.contextmanager
-def daemon(directory: Path, ram_cap_bytes: int, tcp: bool) -> Iterator[str]:
-    """A daemon with a RAM tier alone, everything of it under `directory`; its target.
+def daemon(directory: Path, ram_cap_bytes: int, tcp: bool = False) -> Iterator[Daemon]:
+    """A daemon with a RAM tier alone, everything of it under `directory`.
 
     Raises BenchError, with the daemon's log, when it does not become ready.
     """
-    unix, log = directory / "kvstored.sock", directory / "log"
+    unix, http, log = directory / "kvstored.sock", directory / "http.sock", directory / "log"
     port = _free_port() if tcp else 0
     config = directory / "kvstored.toml"
     config.write_text(
         f'[daemon]\ndata_dir = "{directory / "data"}"\n'
-        f'[listen]\nunix = "{unix}"\nhttp = "{directory / "http.sock"}"\n'
+        f'[listen]\nunix = "{unix}"\nhttp = "{http}"\n'
         + (f'tcp = "127.0.0.1:{port}"\ninsecure = true\n' if tcp else "")
         + f"[ram]\ncap_bytes = {ram_cap_bytes}\n[nvme]\nenabled = false\n"
         "[limits]\n"
@@ -46,7 +56,7 @@ def daemon(directory: Path, ram_cap_bytes: int, tcp: bool) -> Iterator[str]:
     target = f"dns:///127.0.0.1:{port}" if tcp else f"unix://{unix}"
     try:
         _wait_until_ready(process, target, log)
-        yield target
+        yield Daemon(target, process.pid, http)
     finally:
         _end(process)
 
@@ -72,26 +82,92 @@ def _wait_until_ready(process: subprocess.Popen[bytes], target: str, log: Path) 
                 return
 
 
+class Child:
+    """A process of the benchmark that speaks in lines and ends with its standard input."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._name = name
+        self._process = process
+        self._stdin = process.stdin
+        self._stdout = process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def line(self) -> str:
+        """Its next line. Raises BenchError when it has ended instead."""
+        line = self._stdout.readline().decode().strip()
+        if not line:
+            raise BenchError(f"{self._name} ended early; what it said stands above")
+        return line
+
+    def ask(self, line: str) -> str:
+        """Send a line; its answer. Raises BenchError."""
+        try:
+            self._stdin.write(line.encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError as error:
+            raise BenchError(f"{self._name} ended early; what it said stands above") from error
+        return self.line()
+
+    def finish(self) -> str:
+        """Close its standard input; the line it ends with. Raises BenchError."""
+        self._stdin.close()
+        return self.line()
+
+    def end(self) -> None:
+        """Close its standard input and wait for it; kill it if that takes too long."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._stdout.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            _end(self._process)
+
+
 @contextlib.contextmanager
-def bare_server(directory: Path, payload_bytes: int, tcp: bool) -> Iterator[str]:
-    """The bare server that a ceiling is measured with; its gRPC target."""
-    address = "127.0.0.1:0" if tcp else f"unix:{directory / 'bare.sock'}"
+def child(
+    module: str, *arguments: object, environ: Mapping[str, str] | None = None
+) -> Iterator[tuple[Child, list[str]]]:
+    """`python -m module arguments`, which prints "ready WORD..."; the process and the words.
+
+    Raises BenchError when it does not get that far.
+    """
+    name = f"`python -m {module}`"
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvstored.bench.bare", address, str(payload_bytes)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env={**os.environ, **(environ or {})},
     )
-    assert process.stdout is not None
-    assert process.stdin is not None
+    it = Child(name, process)
     try:
-        word, _, port = process.stdout.readline().decode().partition(" ")
+        word, *rest = it.line().split()
         if word != "ready":
-            raise BenchError("the bare gRPC server did not start")
-        yield f"dns:///127.0.0.1:{port.strip()}" if tcp else address
+            raise BenchError(f"{name} did not start: {word} {' '.join(rest)}")
+        yield it, rest
     finally:
-        process.stdin.close()
-        process.stdout.close()
-        _end(process)
+        it.end()
+
+
+@contextlib.contextmanager
+def bare_server(directory: Path, payload_bytes: int, tcp: bool) -> Iterator[str]:
+    """The bare gRPC server that a ceiling is measured with; its target."""
+    address = "127.0.0.1:0" if tcp else f"unix:{directory / 'bare.sock'}"
+    with child("kvstored.bench.bare", address, payload_bytes) as (_, (port,)):
+        yield f"dns:///127.0.0.1:{port}" if tcp else address
+
+
+def private_bytes(pid: int) -> int:
+    """Memory of a process that is its own: anonymous pages that are present, and page tables."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return sum(int(sizes[name][0]) * 1024 for name in ("RssAnon", "VmPTE"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

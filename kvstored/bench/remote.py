@@ -6,33 +6,27 @@ import contextlib
 import ctypes
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvstored.bench import processes
+from kvstored.bench import payloads, processes, rounds
 from kvstored.bench.bare import FRAME_BYTES, GET, PUT
+from kvstored.bench.payloads import MIB, TIMEOUT_S, Bytes
 from kvstored.bench.processes import BenchError
-from kvstored.bench.report import MIN_ROUNDS, Case
-from kvstored.config.host import memory_allowed
+from kvstored.bench.report import MIN_ROUNDS, Case, Json
 from kvstored.server.allocator import keep_freed_frames
-from kvstored_client import KVClient, KVFamily, KVPart, Prefix
+from kvstored_client import KVClient, Prefix
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.methods import GET as _GET
 from kvstored_client.transports.channel import CHANNEL_OPTIONS
 from kvstored_client.transports.grpc_types import blocking_channel
 
-MIB = 1 << 20
-CHUNK_TOKENS = 64
 SPARE_BYTES = 64 * MIB
-TIMEOUT_S = 300.0
+COPIES = 5  # source, destination, two prefixes in the daemon's tier, the bare server's payload
 _CHANNEL_OPTIONS = [*CHANNEL_OPTIONS, ("SingleThreadedUnaryStream", 1)]
-
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +53,35 @@ def run(settings: Settings, say: Callable[[str], None]) -> list[Case]:
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name, contextlib.ExitStack() as stack:
         directory = Path(name)
-        sizes = {size: _chunks(settings, size) for size in settings.object_bytes}
+        sizes = {
+            size: payloads.chunks_that_fit(settings.prefix_chunks, COPIES * size)
+            for size in settings.object_bytes
+        }
         most = max(size * chunks for size, chunks in sizes.items())
         target = settings.target
         if target is None:
             say("starting a daemon")
             # What is deleted is given back in the background: room for two prefixes and a bit.
             cap_bytes = 2 * most + SPARE_BYTES
-            target = stack.enter_context(processes.daemon(directory, cap_bytes, settings.tcp))
-        client = stack.enter_context(KVClient(target, settings.namespace, settings.token))
+            own = processes.daemon(directory, cap_bytes, settings.tcp)
+            target = stack.enter_context(own).target
         tcp = not target.startswith("unix:")
+        if not tcp:
+            target = _without_local_session(directory, target)
+        client = stack.enter_context(KVClient(target, settings.namespace, settings.token))
         for size, chunks in sizes.items():
             with _bare_client(directory, size * chunks, tcp) as bare:
                 cases += _Prefix(settings, client, bare, size, chunks, tcp).measure(say)
     return cases
 
 
-def _chunks(settings: Settings, object_bytes: int) -> int:
-    """As many chunks as asked for, or as fit: source, destination, two prefixes in the daemon's
-    tier and the bare server's payload must not take more than half of the memory.
-    """
-    allowed, _ = memory_allowed()
-    return max(1, min(settings.prefix_chunks, allowed // 2 // (5 * object_bytes)))
+def _without_local_session(directory: Path, target: str) -> str:
+    """The same socket by another name, beside which there is no local session to be preferred."""
+    folder = directory / "grpc"
+    folder.mkdir()
+    link = folder / "kvstored.sock"
+    link.symlink_to(target.removeprefix("unix://"))
+    return f"unix://{link}"
 
 
 @contextlib.contextmanager
@@ -141,104 +142,53 @@ class _Prefix:
         self._bare = bare
         self._chunks = chunks
         self._nbytes = object_bytes * chunks
-        self._family = KVFamily(
-            model="kvstored-bench",
-            weights="none",
-            kv_dtype="bytes",
-            chunk_tokens=CHUNK_TOKENS,
-            parts=[KVPart(f"kv{object_bytes}", nbytes=object_bytes)],
-        )
-        random = np.random.default_rng()
-        self._source = random.integers(0, 256, self._nbytes, np.uint8)
+        self._family = payloads.family(object_bytes)
+        self._source = payloads.random_bytes(self._nbytes, int.from_bytes(os.urandom(4)))
         self._into = np.ones(self._nbytes, np.uint8)
         self._bare_into = np.ones(self._nbytes, np.uint8)
-        params = {
+        params: dict[str, Json] = {
             "object_bytes": object_bytes,
             "prefix_chunks": chunks,
             "frame_bytes": FRAME_BYTES,
-            "transport": "tcp" if tcp else "unix",
+            "transport": payloads.transport_of(client),
             "tier": "ram",
         }
-        self._get = Case("get", {**params}, "GB/s")
-        self._put = Case("put", {**params}, "GB/s")
+        self._get = Case("get", dict(params), "GB/s")
+        self._put = Case("put", dict(params), "GB/s")
 
     def measure(self, say: Callable[[str], None]) -> list[Case]:
         """The rounds of get, of one prefix; then those of put, each of a fresh one."""
-        prefix = self._fresh_prefix()
-        self._do_put(prefix)
-        self._rounds(self._get, lambda flipped: self._get_round(prefix, flipped), say)
-        self._client.delete(prefix, timeout_s=TIMEOUT_S)
-        self._rounds(self._put, self._put_round, say)
+        prefix = payloads.fresh_prefix(self._family, self._chunks)
+        payloads.put(self._client, prefix, self._source)
+        times = self._settings.rounds
+        rounds.rates(self._get, times, lambda _, flip: self._get_round(prefix, flip), say)
+        payloads.delete(self._client, prefix)
+        rounds.rates(self._put, times, lambda _, flip: self._put_round(flip), say)
         return [self._get, self._put]
 
-    def _rounds(
-        self,
-        case: Case,
-        work: Callable[[bool], tuple[float, float]],
-        say: Callable[[str], None],
-    ) -> None:
-        """One round that does not count, then those that do."""
-        work(False)
-        for number in range(self._settings.rounds):
-            # In turn, so that neither side is always the one that finds caches warm.
-            value, ceiling = work(number % 2 == 1)
-            case.add(value, ceiling)
-            case.verified_bytes += self._nbytes
-            say(
-                f"{case.op}, objects of {self._nbytes // self._chunks >> 20} MiB, round "
-                f"{number + 1} of {self._settings.rounds}: {value:.2f} of {ceiling:.2f} GB/s"
-            )
-
     def _get_round(self, prefix: Prefix, flipped: bool) -> tuple[float, float]:
-        rates = self._pair(
-            lambda: self._do_get(prefix), lambda: self._bare.get(self._bare_into), flipped
+        rates = rounds.pair(
+            lambda: self._rate(lambda: payloads.get(self._client, prefix, self._into), self._into),
+            lambda: self._rate(lambda: self._bare.get(self._bare_into), self._bare_into),
+            flipped,
         )
-        self._compare()
+        self._get.verified_bytes += payloads.compare(self._into, self._source)
         return rates
 
     def _put_round(self, flipped: bool) -> tuple[float, float]:
-        prefix = self._fresh_prefix()
-        rates = self._pair(
-            lambda: self._do_put(prefix), lambda: self._bare.put(self._source), flipped
+        prefix = payloads.fresh_prefix(self._family, self._chunks)
+        rates = rounds.pair(
+            lambda: self._rate(
+                lambda: payloads.put(self._client, prefix, self._source), self._into
+            ),
+            lambda: self._rate(lambda: self._bare.put(self._source), self._bare_into),
+            flipped,
         )
-        self._do_get(prefix)
-        self._compare()
-        self._client.delete(prefix, timeout_s=TIMEOUT_S)
+        payloads.get(self._client, prefix, self._into)
+        self._put.verified_bytes += payloads.compare(self._into, self._source)
+        payloads.delete(self._client, prefix)
         return rates
-
-    def _fresh_prefix(self) -> Prefix:
-        tokens = range(self._chunks * CHUNK_TOKENS)
-        return self._family.prefix(tokens, request_salt=os.urandom(16))
-
-    def _compare(self) -> None:
-        if not np.array_equal(self._into, self._source):
-            raise BenchError("bytes came back wrong")
-
-    def _pair(
-        self, value: Callable[[], None], ceiling: Callable[[], None], flipped: bool
-    ) -> tuple[float, float]:
-        """(value, ceiling) in GB/s, one right after the other."""
-        if flipped:
-            bare = self._rate(ceiling, self._bare_into)
-            return self._rate(value, self._into), bare
-        return self._rate(value, self._into), self._rate(ceiling, self._bare_into)
 
     def _rate(self, work: Callable[[], None], into: Bytes) -> float:
         into.fill(0)  # so that nothing of the round before passes for delivered
-        begin = time.perf_counter()
-        work()
-        return self._nbytes / (time.perf_counter() - begin) / 1e9
-
-    def _do_put(self, prefix: Prefix) -> None:
-        result = self._client.put(prefix, self._source, timeout_s=TIMEOUT_S)
-        if result.stored != self._chunks:
-            raise BenchError(
-                f"put stored {result.stored} of {self._chunks} chunks: {result.reason}"
-            )
-
-    def _do_get(self, prefix: Prefix) -> None:
-        result = self._client.get(prefix, self._into, timeout_s=TIMEOUT_S)
-        if result.chunks != self._chunks:
-            raise BenchError(
-                f"get brought {result.chunks} of {self._chunks} chunks: {result.reason}"
-            )
+        return self._nbytes / rounds.seconds(work) / 1e9

@@ -30,15 +30,21 @@ class Case:
         self.ceilings.append(ceiling)
 
     def to_json(self) -> dict[str, Json]:
-        """Medians; `ratio` is that of the rounds' ratios. Raises ValueError without rounds."""
-        ratios = [v / c for v, c in zip(self.values, self.ceilings, strict=True)]
+        """Medians; `ratio` is that of the rounds' ratios, None where a ceiling is nothing.
+
+        Raises ValueError without rounds.
+        """
+        ratio: float | None = None
+        if all(self.ceilings):
+            ratios = [v / c for v, c in zip(self.values, self.ceilings, strict=True)]
+            ratio = round(statistics.median(ratios), 4)
         return {
             "op": self.op,
             "params": self.params,
             "value": round(statistics.median(self.values), 4),
             "unit": self.unit,
             "ceiling": round(statistics.median(self.ceilings), 4),
-            "ratio": round(statistics.median(ratios), 4),
+            "ratio": ratio,
             "rounds": len(self.values),
             "verified_bytes": self.verified_bytes,
         }
@@ -60,13 +66,12 @@ def report(bench: str, cases: list[Case]) -> dict[str, Json]:
 
 def table(cases: list[Case]) -> str:
     """The same for people."""
-    lines = [f"{'op':6} {'object':>9} {'chunks':>6} {'value':>8} {'ceiling':>8} {'ratio':>6}"]
+    lines = [f"{'op':12} {'value':>10} {'ceiling':>10} {'ratio':>8} {'unit':9} of"]
     for case in cases:
         row = case.to_json()
-        size = f"{case.params.get('object_bytes', '')}"
-        chunks = f"{case.params.get('prefix_chunks', '')}"
+        of = ", ".join(f"{name} {value}" for name, value in case.params.items())
         lines.append(
-            f"{case.op:6} {size:>9} {chunks:>6} {row['value']:>8} {row['ceiling']:>8} "
-            f"{row['ratio']:>6}  {case.unit}"
+            f"{case.op:12} {row['value']:>10} {row['ceiling']:>10} {row['ratio'] or '':>8} "
+            f"{case.unit:9} {of}"
         )
     return "\n".join(lines)

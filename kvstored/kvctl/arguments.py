@@ -133,11 +133,43 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
     text = "measure; docs/benchmarks.md says what"
     bench = commands.add_parser("bench", help=text, description=text)
     benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    prefixes = _bench_prefixes()
     text = "get and put over gRPC against a bare stream; starts a daemon unless --target is given"
-    remote = benches.add_parser("remote", help=text, description=text, parents=[common])
+    remote = benches.add_parser("remote", help=text, description=text, parents=[common, prefixes])
     remote.add_argument("--transport", choices=("unix", "tcp"), default="unix", help="(unix)")
-    remote.add_argument("--rounds", type=int, default=21, metavar="N", help="at least 5 (21)")
-    remote.add_argument("--chunks", type=int, default=64, metavar="N", help="of the prefix (64)")
-    remote.add_argument(
+    text = (
+        "get, put and acquire through shared memory against bare copies; starts a daemon unless "
+        "--target is given"
+    )
+    benches.add_parser("local", help=text, description=text, parents=[common, prefixes])
+    text = "match among many objects against a bare look-up; starts a daemon of its own"
+    lookup = benches.add_parser("lookup", help=text, description=text, parents=[common])
+    for name, default, words in (
+        ("--indexed-objects", 1_000_000, "objects that the daemon holds"),
+        ("--keys", 512, "of one match"),
+        ("--rounds", 11, "at least 5"),
+        ("--samples", 2000, "matches per round"),
+    ):
+        lookup.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{words} ({default})"
+        )
+    lookup.add_argument(
+        "--busy-s",
+        type=float,
+        default=62.0,
+        metavar="S",
+        help="least time under load before the loop's lag is read, whose window is 60 s (62)",
+    )
+
+
+def _bench_prefixes() -> argparse.ArgumentParser:
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("benchmark")
+    group.add_argument("--rounds", type=int, default=21, metavar="N", help="at least 5 (21)")
+    group.add_argument(
+        "--chunks", "--prefix-chunks", type=int, default=64, metavar="N", help="of the prefix (64)"
+    )
+    group.add_argument(
         "--object-mib", default="1,4", metavar="N,N", help="sizes of objects in MiB (1,4)"
     )
+    return parent

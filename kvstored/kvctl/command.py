@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstored.kvctl import arguments as command_line
 from kvstored.kvctl import chunks, text
@@ -20,6 +21,9 @@ from kvstored.kvctl.text import Json
 from kvstored.server.sockets import admin_socket_path
 from kvstored_client import KVStoredClientError
 from kvstored_client.errors import ConnectError, UsageError
+
+if TYPE_CHECKING:
+    from kvstored.bench.report import Case
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,37 +101,84 @@ def _list(args: argparse.Namespace, access: Access) -> Outcome:
 
 
 def _bench(args: argparse.Namespace, access: Access) -> Outcome:
-    from kvstored.bench import remote, report  # for this command alone
+    from kvstored.bench import report  # for this command alone
     from kvstored.bench.processes import BenchError
 
+    if args.rounds < report.MIN_ROUNDS:
+        raise Mistake(f"--rounds {args.rounds}: at least {report.MIN_ROUNDS}")
+    try:
+        cases = BENCHES[args.bench](args, access)
+    except BenchError as error:
+        return failure(FAILED, str(error))
+    return Outcome(DONE, report.report(args.bench, cases), report.table(cases))
+
+
+def _bench_remote(args: argparse.Namespace, access: Access) -> list[Case]:
+    from kvstored.bench import remote
+
+    settings = remote.Settings(
+        target=access.target if access.explicit else None,
+        namespace=access.namespace,
+        token=access.token,
+        tcp=args.transport == "tcp",
+        object_bytes=_object_sizes(args),
+        prefix_chunks=args.chunks,
+        rounds=args.rounds,
+    )
+    return remote.run(settings, _say)
+
+
+def _bench_local(args: argparse.Namespace, access: Access) -> list[Case]:
+    from kvstored.bench import local
+
+    settings = local.Settings(
+        target=access.target if access.explicit else None,
+        namespace=access.namespace,
+        token=access.token,
+        object_bytes=_object_sizes(args),
+        prefix_chunks=args.chunks,
+        rounds=args.rounds,
+    )
+    return local.run(settings, _say)
+
+
+def _bench_lookup(args: argparse.Namespace, _access: Access) -> list[Case]:
+    from kvstored.bench import lookup
+
+    if args.target:
+        raise Mistake("bench lookup looks into its daemon's process: it starts its own")
+    if not 1 <= args.keys <= args.indexed_objects or args.samples < 1 or args.busy_s < 0:
+        raise Mistake("--keys is 1 to --indexed-objects, --samples at least 1, --busy-s at least 0")
+    settings = lookup.Settings(
+        indexed_objects=args.indexed_objects,
+        keys=args.keys,
+        rounds=args.rounds,
+        samples=args.samples,
+        busy_s=args.busy_s,
+    )
+    return lookup.run(settings, _say)
+
+
+def _object_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     try:
         sizes = tuple(int(word) << 20 for word in args.object_mib.split(","))
     except ValueError as error:
         raise Mistake(f"--object-mib {args.object_mib}: write whole numbers") from error
     if not all(1 << 20 <= size <= 256 << 20 for size in sizes) or args.chunks < 1:
         raise Mistake("--object-mib is 1 to 256, --chunks at least 1")
-    if args.rounds < report.MIN_ROUNDS:
-        raise Mistake(f"--rounds {args.rounds}: at least {report.MIN_ROUNDS}")
-    settings = remote.Settings(
-        target=access.target if access.explicit else None,
-        namespace=access.namespace,
-        token=access.token,
-        tcp=args.transport == "tcp",
-        object_bytes=sizes,
-        prefix_chunks=args.chunks,
-        rounds=args.rounds,
-    )
-    try:
-        cases = remote.run(settings, _say)
-    except BenchError as error:
-        return failure(FAILED, str(error))
-    return Outcome(DONE, report.report("remote", cases), report.table(cases))
+    return sizes
 
 
 def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
+
+BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
+    "remote": _bench_remote,
+    "local": _bench_local,
+    "lookup": _bench_lookup,
+}
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Access], Outcome]] = {
     "status": _status,

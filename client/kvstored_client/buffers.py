@@ -84,17 +84,39 @@ Buffers: TypeAlias = "Buffer | Sequence[Buffer | None] | Rows | Iov"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Where objects lie. Fragments of object i: rows first[i] to first[i + 1] of the columns.
+    """Where objects lie. Fragments of object i: rows first[i] to first[i + 1] of the columns
+    `addresses` and `lengths` (bytes), shape [fragments]; `first` has shape [objects + 1].
 
-    `sizes` is the room (get) or length (put) per object, 0 for one that is not offered. `keep`
-    holds exports of the buffers, so that none is freed or resized meanwhile.
+    `sizes`, shape [objects], is the room (get) or length (put) per object, 0 for one that is not
+    offered. `keep` holds exports of the buffers, so that none is freed or resized meanwhile.
     """
 
-    addresses: list[int]
-    lengths: list[int]
-    first: list[int]
+    addresses: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
     sizes: NDArray[np.int64]
     keep: list[object]
+
+    def select(self, numbers: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Regions:
+        """Where the first `nbytes[k]` bytes of objects `numbers[k]` lie, at most their `sizes`.
+
+        Both of shape [k]. Fragments behind those bytes are left out, a last one is shortened.
+        """
+        begin = self.first[numbers]
+        counts = self.first[numbers + 1] - begin
+        if (counts == 1).all():
+            first = np.arange(len(numbers) + 1)
+            return Regions(self.addresses[begin], nbytes, first, nbytes, self.keep)
+        ahead = np.cumsum(counts) - counts
+        rows = np.repeat(begin - ahead, counts) + np.arange(int(counts.sum()))
+        lengths = self.lengths[rows]
+        running = np.concatenate([[0], np.cumsum(lengths)])
+        offsets = running[:-1] - np.repeat(running[ahead], counts)  # of fragments in their objects
+        lengths = np.clip(np.repeat(nbytes, counts) - offsets, 0, lengths)
+        used = lengths > 0
+        kept = np.concatenate([[0], np.cumsum(used)])
+        first = kept[np.concatenate([ahead, [len(rows)]])]
+        return Regions(self.addresses[rows][used], lengths[used], first, nbytes, self.keep)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,13 +218,8 @@ def _single_region(buffer: object, want: Want, writable: bool) -> Regions:
             f"the buffer has {nbytes} bytes", f"{len(want)} objects need {bound} {total}"
         )
     starts = ends - want.nbytes + address
-    return Regions(
-        starts.tolist(),
-        want.nbytes.tolist(),
-        list(range(len(want) + 1)),
-        want.nbytes.copy(),
-        [export],
-    )
+    sizes = want.nbytes.copy()
+    return Regions(starts, sizes, np.arange(len(want) + 1), sizes, [export])
 
 
 def _sequence_regions(buffers: Sequence[Buffer | None], want: Want, writable: bool) -> Regions:
@@ -225,7 +242,8 @@ def _sequence_regions(buffers: Sequence[Buffer | None], want: Want, writable: bo
         lengths.append(nbytes)
         keep.append(export)
     sizes = np.array(lengths, np.int64)
-    return Regions(addresses, lengths, list(range(len(want) + 1)), sizes, keep)
+    first = np.arange(len(want) + 1)
+    return Regions(np.array(addresses, np.int64), sizes, first, sizes, keep)
 
 
 def _rows_regions(rows: Rows, want: Want, writable: bool) -> Regions:
@@ -238,8 +256,8 @@ def _rows_regions(rows: Rows, want: Want, writable: bool) -> Regions:
     if writable and len(np.unique(indices)) != len(indices):
         raise BufferCountError("Rows.indices name a row twice: two objects cannot share it")
     sizes = np.full(len(indices), row_bytes, np.int64)
-    starts = (indices * step + address).tolist()
-    return Regions(starts, sizes.tolist(), list(range(len(indices) + 1)), sizes, [export])
+    starts = indices * step + address
+    return Regions(starts, sizes, np.arange(len(indices) + 1), sizes, [export])
 
 
 def _iov_regions(iov: Iov, want: Want) -> Regions:
@@ -267,7 +285,7 @@ def _iov_regions(iov: Iov, want: Want) -> Regions:
             f"the fragments of Iov for object {i} ({want.names[i]}) have {sizes[i]} bytes",
             f"an object has at most {MAX_OBJECT_BYTES}",
         )
-    return Regions(addresses.tolist(), lengths.tolist(), first.tolist(), sizes, [iov])
+    return Regions(addresses, lengths, first, sizes, [iov])
 
 
 def _check_fragments(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:

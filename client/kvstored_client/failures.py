@@ -93,7 +93,6 @@ _EXCEPTIONS: dict[FailureKind, type[errors.ServiceError]] = {
     FailureKind.CLOSED: errors.ConnectError,
     FailureKind.CANCELLED: errors.DeadlineError,
     FailureKind.NOT_LOCAL: errors.ConnectError,
-    FailureKind.CANCELLED: errors.ConnectError,
 }
 
 _KINDS = {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvstored_client.buffers import Buffers, chunks_offered, destinations, sources
+from kvstored_client.buffers import Buffers, Regions, chunks_offered, destinations, sources
 from kvstored_client.calling import MAX_TTL_MS, Calling, choice
 from kvstored_client.config import CallOptions, checked_uint
 from kvstored_client.errors import BufferCountError
@@ -40,6 +40,7 @@ _MODES = {"prefix": pb.PREFIX, "each": pb.EACH}
 _DEPTHS = {"ram": pb.DEPTH_RAM, "node": pb.DEPTH_NODE, "pool": pb.DEPTH_POOL}
 _DURABILITIES = {"accepted": pb.ACCEPTED, "durable": pb.DURABLE}
 _WHEN_FULL = {"wait": pb.WAIT, "refuse": pb.REFUSE}
+_NO_CHECKSUM = bytes(16)
 
 
 class PayloadVerbs(Calling):
@@ -142,8 +143,7 @@ class PayloadVerbs(Calling):
         receipt = PutReceipt(table, np.zeros(objects, np.uint8), regions.sizes > 0)
         if not receipt.offered.any():
             return receipt.result()
-        lengths: list[int] = regions.sizes.tolist()
-        checksums = [checksum(regions, i) if lengths[i] else bytes(16) for i in range(objects)]
+        checksums = _Checksums(regions)
 
         def attempt(session: Session) -> Verb[Failure | None]:
             keys = prefix.keys(session.salt)
@@ -154,18 +154,18 @@ class PayloadVerbs(Calling):
                 if receipt.states[a:b].all():
                     continue  # settled before the daemon forgot the family
 
-                def header(cut: Cut = cut, a: int = a, b: int = b) -> pb.PutHeader:
+                def header(announce: bool, cut: Cut = cut, a: int = a, b: int = b) -> pb.PutHeader:
                     message = pb.PutHeader(
                         ctx=context,
                         run=table.run(cut, self.namespace, keys),
-                        lengths_bytes=lengths[a:b],
-                        checksums=b"".join(checksums[a:b]),
+                        lengths_bytes=regions.sizes[a:b].tolist(),
+                        checksums=checksums.of(a, b) if announce else b"",
                     )
                     message.MergeFrom(prototype)
                     message.ctx.deadline_ms = remaining_ms(deadline)
                     return message
 
-                sender = PutSender(regions, a, lengths[a:b], header)
+                sender = PutSender(regions, a, regions.sizes[a:b], header)
                 failure = yield from run(Upload(sender, deadline))
                 settled = sender.states or sender.planned
                 if settled:
@@ -198,3 +198,19 @@ def _put_range(
 def _object_span(table: ObjectTable, cut: Cut) -> tuple[int, int]:
     width = len(table.parts)
     return (cut.start - table.start) * width, (cut.stop - table.start) * width
+
+
+class _Checksums:
+    """Of a put's objects, from the caller's memory: when they are asked for, and once only."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self._known: dict[int, bytes] = {}
+
+    def of(self, begin: int, end: int) -> bytes:
+        """Those of objects [begin, end), back to back; zeroes for one that is not offered."""
+        for number in range(begin, end):
+            if number not in self._known:
+                offered = self._regions.sizes[number] > 0
+                self._known[number] = checksum(self._regions, number) if offered else _NO_CHECKSUM
+        return b"".join(self._known[number] for number in range(begin, end))

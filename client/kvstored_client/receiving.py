@@ -5,6 +5,7 @@ Per frame: one hash update and one copy into the caller's memory, nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,12 +15,14 @@ from numpy.typing import NDArray
 
 from kvstored_client.buffers import Regions
 from kvstored_client.failures import Failure, GarbageError
+from kvstored_client.fragments import PIECE_BYTES, move
 from kvstored_client.memory import Cursor, address_of
 from kvstored_client.objects import Cut, ObjectTable
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.results import GetResult, States, tier_name
 
 _CHECKSUM_BYTES = 16
+_LAST_TIER = int(pb.TIER_OBJECT)
 _HELD_STOP = int(pb.NOT_NEEDED)  # states from 1 up to here are held, NOT_NEEDED itself too
 
 
@@ -132,6 +135,72 @@ class GetReceiver:
         if self._last_block and not self._block_left:
             self.done = True
 
+    def take_rows(
+        self,
+        indices: Sequence[int],
+        addresses: NDArray[np.int64],
+        lengths: Sequence[int],
+        checksums: bytes,
+        tiers: bytes,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Copy whole objects from mapped memory to where they belong; all of shape [rows].
+
+        `addresses` are read until this returns. `checksums` are 16 bytes a row: the daemon's word
+        for bytes that it has verified. Looks at `stop` at least every 8 MiB; False if it said so:
+        rows copied whole before count. Raises GarbageError, with nothing copied, for rows that were
+        not asked for, come twice, out of order or with a length that their part does not allow.
+        """
+        if self.done:
+            raise GarbageError("more came after the last answer")
+        nbytes = np.asarray(lengths, np.int64)
+        numbers = self._check_rows(np.asarray(indices, np.int64), nbytes)
+        if not len(checksums) == _CHECKSUM_BYTES * len(numbers) == _CHECKSUM_BYTES * len(tiers):
+            raise GarbageError(f"{len(numbers)} rows come without as many checksums and tiers")
+        receipt = self._receipt
+        receipt.lengths[numbers] = 0  # if the step is run again, what was there is undone
+        kinds = np.frombuffer(tiers, np.uint8)
+        kinds = np.where((kinds >= 1) & (kinds <= _LAST_TIER), kinds, 0)
+        for rows in _batches(nbytes):
+            targets = receipt.regions.select(numbers[rows], nbytes[rows])
+            if not move(*_stretches(addresses[rows], targets), stop):
+                return False
+            receipt.lengths[numbers[rows]] = nbytes[rows]
+            receipt.tiers[numbers[rows]] = kinds[rows]
+        return True
+
+    def _check_rows(
+        self, indices: NDArray[np.int64], nbytes: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The objects' numbers. Raises GarbageError."""
+        if len(nbytes) != len(indices):
+            raise GarbageError(f"{len(indices)} rows come with {len(nbytes)} lengths")
+        if not len(indices):
+            return indices
+        if indices[0] < self._next_index or (np.diff(indices) <= 0).any():
+            raise GarbageError("objects are out of order")
+        if indices[-1] >= len(self._numbers):
+            raise GarbageError(f"object {indices[-1]} was not asked for")
+        numbers = np.asarray(self._numbers, np.int64)[indices]
+        if (numbers < 0).any():
+            raise GarbageError("an object that is not needed was not asked for")
+        want = self._receipt.table.want
+        most = want.nbytes[numbers]
+        wrong = (nbytes != most) & (want.exact[numbers] | (nbytes <= 0) | (nbytes > most))
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            name = want.names[int(numbers[i])]
+            raise GarbageError(f"{name} comes with {nbytes[i]} bytes instead of {most[i]}")
+        self._next_index = int(indices[-1]) + 1
+        return numbers
+
+    def finish(self, states: bytes) -> None:
+        """The last answer came: one state per chunk of the request. Raises GarbageError."""
+        if self.done:
+            raise GarbageError("more came after the last answer")
+        self._take_states(states)
+        self.done = True
+
     def _take_head(self, message: bytes) -> None:
         try:
             block = pb.GetBlock.FromString(message)
@@ -224,3 +293,24 @@ class GetReceiver:
         self._at += 1
         if self._at < len(self._objects):
             self._open_object()
+
+
+def _batches(nbytes: NDArray[np.int64]) -> Iterator[slice]:
+    """Rows cut so that each slice is about as much as is copied between two looks at `stop`."""
+    ends = np.cumsum(nbytes)
+    begin = done = 0
+    while begin < len(nbytes):
+        end = max(begin + 1, int(np.searchsorted(ends, done + PIECE_BYTES, "right")))
+        yield slice(begin, end)
+        begin, done = end, int(ends[end - 1])
+
+
+def _stretches(
+    addresses: NDArray[np.int64], targets: Regions
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(targets, sources, lengths) for `move`: object i at `addresses[i]` goes to object i."""
+    counts = np.diff(targets.first)
+    lengths = targets.lengths
+    running = np.cumsum(lengths) - lengths
+    offsets = running - np.repeat(running[targets.first[:-1]], counts)
+    return targets.addresses, np.repeat(addresses, counts) + offsets, lengths

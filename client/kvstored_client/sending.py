@@ -27,26 +27,28 @@ class PutSender:
         self,
         regions: Regions,
         first_number: int,
-        lengths: list[int],
-        make_header: Callable[[], pb.PutHeader],
+        lengths: NDArray[np.int64],
+        make_header: Callable[[bool], pb.PutHeader],
     ) -> None:
-        """`lengths`: one per object, 0 if not offered."""
+        """`lengths`: one per object, 0 if not offered. `make_header(announce)`: see `header`."""
         self._regions = regions
         self._first = first_number
         self._lengths = lengths
         self._make_header = make_header
         self._lock = threading.Lock()
         self._stopped = False
-        self._wanted: list[int] = []
+        self._payload = Cursor(regions)
+        self.wanted_bytes = 0
+        """Length of the payload, once the plan is known."""
         self._frame_bytes = FRAME_BYTES
         self.states: bytes = b""
         self.planned: bytes = b""
 
-    def header(self) -> bytes:
-        """See Sender."""
-        self._wanted = []
+    def header(self, announce: bool = True) -> bytes:
+        """See Sender. `announce` False: without checksums, which are then not computed."""
+        self.wanted_bytes = 0
         self.states = self.planned = b""
-        return self._make_header().SerializeToString()
+        return self._make_header(announce).SerializeToString()
 
     def plan(self, message: bytes) -> None:
         """See Sender."""
@@ -55,42 +57,40 @@ class PutSender:
         except DecodeError as error:
             raise GarbageError(f"{len(message)} bytes are not a PutPlan") from error
         self._check_states(plan.states, final=False)
-        wanted = [i for i, state in enumerate(plan.states) if state == pb.WANTED]
-        total = sum(self._lengths[i] for i in wanted)
-        if total != plan.payload_bytes or any(not self._lengths[i] for i in wanted):
+        wanted = np.flatnonzero(np.frombuffer(plan.states, np.uint8) == pb.WANTED)
+        lengths = self._lengths[wanted]
+        total = int(lengths.sum())
+        if total != plan.payload_bytes or not lengths.all():
             raise GarbageError(
                 f"the plan wants {plan.payload_bytes} bytes, its objects have {total}"
             )
-        if wanted and not plan.max_frame_bytes:
+        if total and not plan.max_frame_bytes:
             raise GarbageError("the plan allows no frames")
-        self._wanted = wanted
+        self._payload = Cursor(self._regions.select(wanted + self._first, lengths))
+        self.wanted_bytes = total
         self._frame_bytes = min(FRAME_BYTES, plan.max_frame_bytes or FRAME_BYTES)
         self.planned = plan.states
 
     def frames(self) -> Iterator[bytes]:
         """See Sender. Objects lie back to back; a frame may hold bytes of several."""
-        left = sum(self._lengths[i] for i in self._wanted)
-        cursor = Cursor(self._regions)
-        wanted = iter(self._wanted)
-        in_object = 0
+        left = self.wanted_bytes
         while left:
             frame = new_frame(min(left, self._frame_bytes))
-            target, filled = address_of(frame), 0
-            # The caller may get its memory back (`stop`) while a transport's thread is in here.
-            with self._lock:
-                if self._stopped:
-                    return
-                while filled < len(frame):
-                    if not in_object:
-                        i = next(wanted)
-                        in_object = self._lengths[i]
-                        cursor.seek(self._first + i)
-                    count = min(in_object, len(frame) - filled)
-                    cursor.read(target + filled, count)
-                    filled += count
-                    in_object -= count
+            if not self.copy_to(address_of(frame), len(frame)):
+                return
             left -= len(frame)
             yield frame
+
+    def copy_to(self, address: int, nbytes: int) -> bool:
+        """Copy the next `nbytes` of the payload to an address; False, and nothing is read, after
+        `stop`. With `frames`, the other way of having the payload.
+        """
+        # The caller may get its memory back (`stop`) while a transport's thread is in here.
+        with self._lock:
+            if self._stopped:
+                return False
+            self._payload.read(address, nbytes)
+            return True
 
     def finish(self, message: bytes) -> None:
         """See Sender."""

@@ -5,11 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from kvstored_client.failures import Failure, FailureKind
-
-CANCELLED = Failure(FailureKind.CANCELLED, "the call was cancelled")
-"""How a step ends whose flag was set."""
-
 
 class StopFlag:
     """Set once, by any thread, for good. `is_set` costs an attribute's read.

@@ -23,6 +23,7 @@ from kvstored_client import (
     PutState,
     Rows,
 )
+from kvstored_client.sending import PutSender
 
 __all__ = ["daemon", "make_client"]
 KIB = 1 << 10
@@ -281,20 +282,20 @@ def test_a_namespace_needs_its_token(daemon: Daemon, make_client: MakeClient) ->
     assert make_client(daemon.target).match(prefix).chunks == 0
 
 
-def test_bytes_that_change_under_way_are_refused(daemon: Daemon) -> None:
+def test_bytes_that_change_under_way_are_refused(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     family = new_family()
     prefix, data = prefix_of(family), objects(family)
     memory = bytearray(b"".join(data))
+    plan = PutSender.plan
+
+    def meddle(sender: PutSender, message: bytes) -> None:
+        memory[-1] ^= 1  # after the checksums were taken
+        plan(sender, message)
+
+    monkeypatch.setattr(PutSender, "plan", meddle)
     with KVClient(daemon.target) as client:
-        client.match(prefix)
-        transport = client._transport
-        upload = transport._upload
-
-        def meddle(channel: object, step: object) -> object:
-            memory[-1] ^= 1  # after the checksums were taken
-            return upload(channel, step)  # type: ignore[arg-type]  # passed on
-
-        transport._upload = meddle  # type: ignore[method-assign,assignment]  # a hand at work
         result = client.put(prefix, memory)
     assert result.outcomes[:-1] == (PutState.STORED,) * (CHUNKS - 1)
     assert result.outcomes[-1] is PutState.REFUSED_CHECKSUM

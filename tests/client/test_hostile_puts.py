@@ -213,7 +213,10 @@ def test_a_daemon_that_stops_reading_costs_the_deadline_and_no_later_read(
 def sender_of(memory: np.ndarray) -> PutSender:
     want = Want(np.full(CHUNKS, OBJECT_BYTES), np.ones(CHUNKS, np.bool_), ["it"] * CHUNKS)
     sender = PutSender(
-        sources(memory, want), 0, [OBJECT_BYTES] * CHUNKS, lambda: pb.PutHeader(ttl_ms=1)
+        sources(memory, want),
+        0,
+        np.full(CHUNKS, OBJECT_BYTES),
+        lambda announce: pb.PutHeader(ttl_ms=1),
     )
     sender.header()
     sender.plan(WANT_ALL)

@@ -8,6 +8,7 @@ the caller's memory, so that nothing is written after the call returns.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +18,10 @@ from typing import cast
 import grpc
 from google.protobuf.message import Message
 
-from kvstored_client.failures import Failure, GarbageError
+from kvstored_client.failures import CANCELLED, NOT_LOCAL, Failure, GarbageError
 from kvstored_client.proto import methods
 from kvstored_client.steps import Answer, Download, Sender, Step, Unary, Upload
+from kvstored_client.stopping import StopFlag
 from kvstored_client.transports import fork
 from kvstored_client.transports.channel import (
     CHANNEL_OPTIONS,
@@ -29,7 +31,13 @@ from kvstored_client.transports.channel import (
     failure_of_status,
     metadata_of,
 )
-from kvstored_client.transports.grpc_types import BlockingChannel, Status, blocking_channel
+from kvstored_client.transports.grpc_types import (
+    BlockingCall,
+    BlockingChannel,
+    BlockingReply,
+    Status,
+    blocking_channel,
+)
 
 _FORK_GRACE_S = 0.05
 _FORK_LIMIT_S = 2.0
@@ -56,20 +64,34 @@ class BlockingTransport:
         self._changed = threading.Condition()
         fork.join(self)
 
-    def run(self, step: Step) -> Answer:
-        """Run one step to its end; at the latest at its deadline. Never raises for the peer."""
+    def run(self, step: Step, stop: StopFlag | None = None) -> Answer:
+        """Run one step to its end; at the latest at its deadline. Never raises for the peer.
+
+        `stop`, when it is set, ends the step soon as Failure CANCELLED; what had come whole before
+        is answered all the same.
+        """
+        unwatch = stop.on_set(self._look_again) if stop is not None else None
+        try:
+            return self._run(step, stop)
+        finally:
+            if unwatch is not None:
+                unwatch()
+
+    def _run(self, step: Step, stop: StopFlag | None) -> Answer:
         while True:
             running = _Running()
-            channel = self._enter(running, step.deadline)
+            channel = self._enter(running, step.deadline, stop)
             if isinstance(channel, Failure):
                 return channel
             try:
-                answer = self._attempt(channel, step)
+                answer = self._attempt(channel, step, stop)
             finally:
                 del channel  # whoever waits to go on must not keep grpc from shutting down
                 self._leave(running)
             if not isinstance(answer, Failure):
                 return answer
+            if stop is not None and stop.is_set():
+                return CANCELLED
             if self._closed:
                 return CLIENT_CLOSED
             if not running.interrupted:
@@ -86,12 +108,20 @@ class BlockingTransport:
 
     # ---- calls in and out ------------------------------------------------------------------------
 
-    def _enter(self, running: _Running, deadline: float) -> BlockingChannel | Failure:
+    def _look_again(self) -> None:
         with self._changed:
-            while self._standstill and not self._closed:
+            self._changed.notify_all()
+
+    def _enter(
+        self, running: _Running, deadline: float, stop: StopFlag | None
+    ) -> BlockingChannel | Failure:
+        with self._changed:
+            while self._standstill and not self._closed and not (stop and stop.is_set()):
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     return DEADLINE_PASSED
+            if stop is not None and stop.is_set():
+                return CANCELLED
             if self._closed:
                 return CLIENT_CLOSED
             if time.monotonic() >= deadline:
@@ -141,13 +171,17 @@ class BlockingTransport:
 
     # ---- the three kinds of steps ----------------------------------------------------------------
 
-    def _attempt(self, channel: BlockingChannel, step: Step) -> Answer:
+    def _attempt(self, channel: BlockingChannel, step: Step, stop: StopFlag | None) -> Answer:
         try:
             if isinstance(step, Unary):
-                return self._unary(channel, step)
+                return self._unary(channel, step, stop)
             if isinstance(step, Download):
-                return self._download(channel, step)
-            return self._upload(channel, step)
+                return self._download(channel, step, stop)
+            if isinstance(step, Upload):
+                return self._upload(channel, step, stop)
+            return NOT_LOCAL
+        except grpc.FutureCancelledError:
+            return CANCELLED
         except grpc.RpcError as error:
             return _failure(error)
         except GarbageError as error:
@@ -158,15 +192,22 @@ class BlockingTransport:
                 raise
             return CLIENT_CLOSED
 
-    def _unary(self, channel: BlockingChannel, step: Unary) -> Message:
+    def _unary(self, channel: BlockingChannel, step: Unary, stop: StopFlag | None) -> Message:
         call = channel.unary_unary(
             step.method.path,
             request_serializer=step.method.request_serializer,
             response_deserializer=step.method.reply_deserializer,
         )
-        return call(step.request, timeout=_left(step.deadline), metadata=self._metadata)
+        if stop is None:
+            return call(step.request, timeout=_left(step.deadline), metadata=self._metadata)
+        # Only for steps that may be stopped: grpc takes a thread more for a call with a handle.
+        reply = call.future(step.request, timeout=_left(step.deadline), metadata=self._metadata)
+        with _cancelling(reply, stop):
+            return reply.result()
 
-    def _download(self, channel: BlockingChannel, step: Download) -> Failure | None:
+    def _download(
+        self, channel: BlockingChannel, step: Download, stop: StopFlag | None
+    ) -> Failure | None:
         receiver = step.receiver
         receiver.restart()
         call = channel.unary_stream(
@@ -174,8 +215,9 @@ class BlockingTransport:
         )(step.request, timeout=_left(step.deadline), metadata=self._metadata)
         feed = receiver.feed
         try:
-            for message in call:
-                feed(message)
+            with _cancelling(call, stop):
+                for message in call:
+                    feed(message)
         except grpc.RpcError as error:
             # What was verified stays so, however the call ends.
             failure = _failure(error)
@@ -184,23 +226,27 @@ class BlockingTransport:
             call.cancel()  # of no effect on a call that has ended
         return None if receiver.done else ENDED_EARLY
 
-    def _upload(self, channel: BlockingChannel, step: Upload) -> Failure | None:
-        outgoing = _Outgoing(step.sender)
+    def _upload(
+        self, channel: BlockingChannel, step: Upload, stop: StopFlag | None
+    ) -> Failure | None:
+        # Here and not in grpc's thread: the header hashes the caller's memory.
+        outgoing = _Outgoing(step.sender.header(), step.sender)
         call = channel.stream_stream(methods.PUT.path)(
             iter(outgoing), timeout=_left(step.deadline), metadata=self._metadata
         )
         try:
-            plan = next(call, None)
-            if plan is None:
-                return ENDED_EARLY
-            step.sender.plan(plan)
-            outgoing.go_on()
-            reply = next(call, None)
-            if reply is None:
-                return ENDED_EARLY
-            step.sender.finish(reply)
-            if next(call, None) is not None:
-                raise GarbageError("more came after the last answer")
+            with _cancelling(call, stop):
+                plan = next(call, None)
+                if plan is None:
+                    return ENDED_EARLY
+                step.sender.plan(plan)
+                outgoing.go_on()
+                reply = next(call, None)
+                if reply is None:
+                    return ENDED_EARLY
+                step.sender.finish(reply)
+                if next(call, None) is not None:
+                    raise GarbageError("more came after the last answer")
         finally:
             outgoing.stop()
             call.cancel()
@@ -210,13 +256,14 @@ class BlockingTransport:
 class _Outgoing:
     """The messages of one upload, drawn by a thread of grpc's."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, header: bytes, sender: Sender) -> None:
+        self._header = header
         self._sender = sender
         self._planned = threading.Event()
         self._stopped = False
 
     def __iter__(self) -> Iterator[bytes]:
-        yield self._sender.header()
+        yield self._header
         self._planned.wait()
         if not self._stopped:
             yield from self._sender.frames()
@@ -230,6 +277,23 @@ class _Outgoing:
         self._stopped = True
         self._sender.stop()
         self._planned.set()
+
+
+@contextlib.contextmanager
+def _cancelling(call: BlockingCall | BlockingReply, stop: StopFlag | None) -> Iterator[None]:
+    """Meanwhile `stop` ends the call, and this thread's wait for it."""
+    if stop is None:
+        yield
+        return
+    forget = stop.on_set(lambda: _cancel(call))
+    try:
+        yield
+    finally:
+        forget()
+
+
+def _cancel(call: BlockingCall | BlockingReply) -> None:
+    call.cancel()
 
 
 def _left(deadline: float) -> float:

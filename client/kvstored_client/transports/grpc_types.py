@@ -35,11 +35,24 @@ class BlockingCall(Iterator[bytes], Protocol):
         """End it, if it has not ended."""
 
 
+class BlockingReply(Protocol):
+    """A call with one reply that is under way."""
+
+    def result(self) -> Message:
+        """Wait for it; raises grpc.RpcError, or grpc.FutureCancelledError after `cancel`."""
+
+    def cancel(self) -> bool:
+        """End it, if it has not ended."""
+
+
 class BlockingUnary(Protocol):
     """A method with one reply."""
 
     def __call__(self, request: Message, *, timeout: float, metadata: Metadata) -> Message:
         """Call it."""
+
+    def future(self, request: Message, *, timeout: float, metadata: Metadata) -> BlockingReply:
+        """Begin a call that can be cancelled."""
 
 
 class BlockingDownload(Protocol):

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvstored_client.failures import Failure, GarbageError
+from kvstored_client.failures import NOT_LOCAL, Failure, GarbageError
 from kvstored_client.proto import methods
 from kvstored_client.steps import Answer, Download, Sender, Step, Unary, Upload
 from kvstored_client.transports.channel import (
@@ -54,7 +54,9 @@ class AsyncTransport:
                 return await self._unary(channel, step)
             if isinstance(step, Download):
                 return await self._download(channel, step)
-            return await self._upload(channel, step)
+            if isinstance(step, Upload):
+                return await self._upload(channel, step)
+            return NOT_LOCAL
         except grpc.aio.AioRpcError as error:
             return CLIENT_CLOSED if self._was_closed() else _failure(error)
         except GarbageError as error:

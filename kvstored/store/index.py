@@ -1,10 +1,11 @@
 """The index of one namespace: which chunks and objects it holds and where. RAM only, no I/O.
 
 Each namespace has an index of its own, so that no look-up, row number or listing of one can depend
-on another's keys. Rows of parallel arrays, not Python objects: a million of them must cost little
-and be walked by nobody's garbage collector. A *chunk row* is one chunk, an *object row* is one of
-its parts. Rows are reused, so whoever keeps an object row across an ``await`` keeps its generation
-too and asks `alive`.
+on another's keys. Rows of columns, not Python objects: a million of them must cost little and be
+walked by nobody's garbage collector. A *chunk row* is one chunk, an *object row* is one of its
+parts. Rows are reused, so whoever keeps an object row across an ``await`` keeps its generation too
+and asks `alive`. Columns are other objects after rows were added: nobody keeps one, or an array
+over one, across an ``await``.
 
 Chunks form trees by parent; a chunk whose parent is not held waits under the parent's key and is
 adopted when the parent comes. All methods belong to the verbs' loop.
@@ -12,58 +13,40 @@ adopted when the parent comes. All methods belong to the verbs' loop.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstored.store.columns import Table
+from kvstored.store.keys import KeyTable
 from kvstored.tiers.base import TierKind
 
 NONE = -1
 TIERS = (TierKind.RAM, TierKind.NVME)
 TIER_BIT = {tier: 1 << tier.value for tier in TierKind}
 
-
-class Table:
-    """Columns of equal length with a free list. Scalars are read and written by ``column[row]``."""
-
-    def __init__(self, columns: dict[str, tuple[str, int]]) -> None:
-        self._defaults = columns
-        self._columns = {name: array(code) for name, (code, _) in columns.items()}
-        self._free: list[int] = []
-        self.rows = 0
-
-    def column(self, name: str) -> array[int]:
-        """The array behind a column; it stays the same object when rows are added."""
-        return self._columns[name]
-
-    def new(self) -> int:
-        """A row with every column at its default."""
-        if self._free:
-            row = self._free.pop()
-            for name, (_, default) in self._defaults.items():
-                self._columns[name][row] = default
-            return row
-        row = self.rows
-        self.rows += 1
-        for name, (_, default) in self._defaults.items():
-            self._columns[name].append(default)
-        return row
-
-    def free(self, row: int) -> None:
-        """Give a row back for reuse."""
-        self._free.append(row)
-
-    @property
-    def used(self) -> int:
-        """Rows in use."""
-        return self.rows - len(self._free)
+PART_SHIFT = 32
+TIERS_SHIFT = 48
+ONE_OBJECT = 1 << 56
+EXPIRES = 1 << 57
+_OBJECT_BITS = ONE_OBJECT | (1 << TIERS_SHIFT) - 1
+_FREE = 0xFFFF_FFFF  # family of a row that is no chunk
 
 
 class ChunkIndex:
-    """The chunks of one namespace by key, their objects, and the trees they form."""
+    """The chunks of one namespace by key, their objects, and the trees they form.
+
+    `brief` says of a chunk what most look-ups need, in 64 bits: 0 to 31 length of its only object
+    in bytes, 32 to 47 that object's part, 48 to 55 the chunk's tiers (TIER_BIT), 56 whether it has
+    exactly one object (else 0 to 47 are 0), 57 whether it has an expiry.
+    """
 
     def __init__(self) -> None:
-        self.rows: dict[bytes, int] = {}  # key -> chunk row
+        self._keys = KeyTable()
+        # Of chunks whose parent is not held; the others know it by its row.
         self._orphans: dict[bytes, set[int]] = {}  # parent key -> rows that wait for it
+        self._orphan_parents: dict[int, bytes] = {}  # row -> parent key
         self._chunks = Table(
             {
                 "family": ("I", 0),
@@ -80,18 +63,10 @@ class ChunkIndex:
                 "first_object": ("i", NONE),
                 "tiers": ("B", 0),
                 "tick": ("Q", 0),
-            }
+                "brief": ("Q", 0),
+            },
+            link="first_child",
         )
-        self.keys: list[bytes] = []  # by chunk row; the same object as in `rows`
-        self.parent_keys: list[bytes] = []
-        c = self._chunks.column
-        self.family, self.tenant = c("family"), c("tenant")
-        self.parent, self.first_child = c("parent"), c("first_child")
-        self.next_sibling, self.previous_sibling = c("next_sibling"), c("previous_sibling")
-        self.children = {TierKind.RAM: c("children_ram"), TierKind.NVME: c("children_nvme")}
-        self.depth, self.end_token, self.expires_ms = c("depth"), c("end_token"), c("expires_ms")
-        self.first_object, self.tiers, self.tick = c("first_object"), c("tiers"), c("tick")
-
         self._objects = Table(
             {
                 "chunk": ("i", NONE),
@@ -102,14 +77,32 @@ class ChunkIndex:
                 "checksum_low": ("Q", 0),
                 "place_ram": ("q", NONE),
                 "place_nvme": ("q", NONE),
-            }
+                "generation": ("I", None),  # outlives the row's uses
+            },
+            link="next",
         )
-        self.generation = array("I")  # never reset: it outlives the row's uses
+        self.children: dict[TierKind, memoryview[int]] = {}
+        self.place: dict[TierKind, memoryview[int]] = {}
+        self._bind_chunks()
+        self._bind_objects()
+
+    def _bind_chunks(self) -> None:
+        c = self._chunks.column
+        self.family, self.tenant = c("family"), c("tenant")
+        self.parent, self.first_child = c("parent"), c("first_child")
+        self.next_sibling, self.previous_sibling = c("next_sibling"), c("previous_sibling")
+        self.children.update({TierKind.RAM: c("children_ram"), TierKind.NVME: c("children_nvme")})
+        self.depth, self.end_token, self.expires_ms = c("depth"), c("end_token"), c("expires_ms")
+        self.first_object, self.tiers = c("first_object"), c("tiers")
+        self.tick, self.brief = c("tick"), c("brief")
+
+    def _bind_objects(self) -> None:
         o = self._objects.column
         self.object_chunk, self.object_part, self.object_next = o("chunk"), o("part"), o("next")
         self.object_length = o("length")
         self._high, self._low = o("checksum_high"), o("checksum_low")
-        self.place = {TierKind.RAM: o("place_ram"), TierKind.NVME: o("place_nvme")}
+        self.place.update({TierKind.RAM: o("place_ram"), TierKind.NVME: o("place_nvme")})
+        self.generation = o("generation")
 
     # -- counts --------------------------------------------------------------------------------
 
@@ -125,14 +118,31 @@ class ChunkIndex:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows ever used: the bound for walks over all of them (a free row has an empty key)."""
+        """Rows ever used: the bound for walks over all of them. A row may be free; see `held`."""
         return self._chunks.rows
+
+    def held(self, chunk: int) -> bool:
+        """Whether a row below `chunk_rows` is a chunk."""
+        return self.family[chunk] != _FREE
 
     # -- chunks --------------------------------------------------------------------------------
 
     def find(self, key: bytes) -> int:
         """The chunk's row, or NONE."""
-        return self.rows.get(key, NONE)
+        return self._keys.find(key)
+
+    def find_many(self, packed: bytes) -> NDArray[np.int32]:
+        """Each key's row, or NONE; shape [keys]. `packed`: whole keys back to back."""
+        return self._keys.find_many(packed)
+
+    def key(self, chunk: int) -> bytes:
+        """A chunk's key."""
+        return self._keys.key(chunk)
+
+    def parent_key(self, chunk: int) -> bytes:
+        """The key of a chunk's parent, held or not; empty if it has none."""
+        parent = self.parent[chunk]
+        return self._orphan_parents.get(chunk, b"") if parent == NONE else self._keys.key(parent)
 
     def add_chunk(
         self,
@@ -146,34 +156,42 @@ class ChunkIndex:
         expires_ms: int,
     ) -> int:
         """Add a chunk that is not held yet; it has no objects and is in no tier."""
+        if self._chunks.full:
+            try:
+                self._chunks.grow()
+            finally:
+                self._bind_chunks()
         chunk = self._chunks.new()
-        if chunk == len(self.keys):
-            self.keys.append(key)
-            self.parent_keys.append(parent_key)
-        else:
-            self.keys[chunk] = key
-            self.parent_keys[chunk] = parent_key
         self.family[chunk], self.tenant[chunk] = family, tenant
         self.depth[chunk], self.end_token[chunk] = depth, end_token
-        self.expires_ms[chunk] = expires_ms
-        self.rows[key] = chunk
-        self._attach(chunk)
+        self.set_expiry(chunk, expires_ms)
+        self._keys.add(key, chunk)
+        self._attach(chunk, key, parent_key)
         return chunk
 
-    def _attach(self, chunk: int) -> None:
-        parent_key = self.parent_keys[chunk]
-        parent = self.rows.get(parent_key, NONE) if parent_key else NONE
+    def set_expiry(self, chunk: int, expires_ms: int) -> None:
+        """Set when a chunk's time is over, in Unix ms; 0: never."""
+        self.expires_ms[chunk] = expires_ms
+        brief = self.brief[chunk]
+        self.brief[chunk] = brief | EXPIRES if expires_ms else brief & ~EXPIRES
+
+    def _attach(self, chunk: int, key: bytes, parent_key: bytes) -> None:
+        parent = self._keys.find(parent_key) if parent_key else NONE
         if parent not in (NONE, chunk):
             self._link(parent, chunk)
         elif parent_key:
-            self._orphans.setdefault(parent_key, set()).add(chunk)
-        key = self.keys[chunk]
+            self._orphan(chunk, parent_key)
         for orphan in self._orphans.pop(key, ()):
             if orphan == chunk or self._is_ancestor(orphan, chunk):
                 # Keys that a client made up can name each other in a circle: it stays an orphan.
                 self._orphans.setdefault(key, set()).add(orphan)
             else:
+                del self._orphan_parents[orphan]
                 self._link(chunk, orphan)
+
+    def _orphan(self, chunk: int, parent_key: bytes) -> None:
+        self._orphan_parents[chunk] = parent_key
+        self._orphans.setdefault(parent_key, set()).add(chunk)
 
     def _is_ancestor(self, candidate: int, chunk: int) -> bool:
         while chunk != NONE:
@@ -212,19 +230,20 @@ class ChunkIndex:
 
     def remove_chunk(self, chunk: int) -> None:
         """Forget a chunk that has no objects any more. Its children become orphans."""
-        key = self.keys[chunk]
+        key = self._keys.key(chunk)
         for child in list(self.child_rows(chunk)):
             self._unlink(child)
-            self._orphans.setdefault(key, set()).add(child)
+            self._orphan(child, key)
         self._unlink(chunk)
-        parent_key = self.parent_keys[chunk]
-        waiting = self._orphans.get(parent_key)
-        if waiting is not None:
+        parent_key = self._orphan_parents.pop(chunk, None)
+        if parent_key is not None:
+            waiting = self._orphans[parent_key]
             waiting.discard(chunk)
             if not waiting:
                 del self._orphans[parent_key]
-        del self.rows[key]
-        self.keys[chunk] = self.parent_keys[chunk] = b""
+        self._keys.remove(chunk)
+        self.family[chunk] = _FREE
+        self.brief[chunk] = 0
         self._chunks.free(chunk)
 
     def child_rows(self, chunk: int) -> Iterator[int]:
@@ -266,16 +285,28 @@ class ChunkIndex:
 
     def add_object(self, chunk: int, part: int, length_bytes: int, checksum: bytes) -> int:
         """Add an object that is not held yet; it is in no tier."""
+        if self._objects.full:
+            try:
+                self._objects.grow()
+            finally:
+                self._bind_objects()
         row = self._objects.new()
-        if row == len(self.generation):
-            self.generation.append(0)
         self.object_chunk[row], self.object_part[row] = chunk, part
         self.object_length[row] = length_bytes
         self._high[row] = int.from_bytes(checksum[:8], "big")
         self._low[row] = int.from_bytes(checksum[8:], "big")
         self.object_next[row] = self.first_object[chunk]
         self.first_object[chunk] = row
+        self._note_objects(chunk)
         return row
+
+    def _note_objects(self, chunk: int) -> None:
+        """Bring `brief` up to date after an object came or went."""
+        brief = self.brief[chunk] & ~_OBJECT_BITS
+        row = self.first_object[chunk]
+        if row != NONE and self.object_next[row] == NONE:
+            brief |= ONE_OBJECT | self.object_part[row] << PART_SHIFT | self.object_length[row]
+        self.brief[chunk] = brief
 
     def remove_object(self, row: int) -> None:
         """Forget an object that is in no tier any more."""
@@ -287,6 +318,7 @@ class ChunkIndex:
             while self.object_next[before] != row:
                 before = self.object_next[before]
             self.object_next[before] = self.object_next[row]
+        self._note_objects(chunk)
         self.generation[row] = (self.generation[row] + 1) & 0xFFFFFFFF
         self.object_chunk[row] = NONE
         self._objects.free(row)
@@ -312,6 +344,7 @@ class ChunkIndex:
         if was == now:
             return False
         self.tiers[chunk] ^= bit
+        self.brief[chunk] ^= bit << TIERS_SHIFT
         parent = self.parent[chunk]
         if parent != NONE:
             self.children[tier][parent] += 1 if now else -1

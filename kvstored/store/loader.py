@@ -223,7 +223,7 @@ class Loader:
         family = ns.families.by_number[index.family[chunk]]
         return ObjectRead(
             index.place[self._tier.kind][row],
-            index.keys[chunk],
+            index.key(chunk),
             family.parts[index.object_part[row]].name,
             index.object_length[row],
             index.checksum(row),
@@ -260,7 +260,7 @@ class Loader:
             key=read.key,
             part=read.part,
             tenant=ns.tenants[index.tenant[chunk]],
-            parent=index.parent_keys[chunk],
+            parent=index.parent_key(chunk),
             depth=index.depth[chunk],
             end_token=index.end_token[chunk],
             expires_ms=index.expires_ms[chunk],

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstored.store.api import MatchAnswer, Run
-from kvstored.store.index import NONE
+from kvstored.store.index import (
+    EXPIRES,
+    NONE,
+    ONE_OBJECT,
+    PART_SHIFT,
+    TIER_BIT,
+    TIERS,
+    TIERS_SHIFT,
+)
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import now_ms
 from kvstored.tiers.base import TierKind
@@ -15,6 +24,20 @@ from kvstored_client.identity import longest_boundary
 from kvstored_client.proto import kvstore_pb2 as pb
 
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
+_ONE_OF_PART = np.uint64(ONE_OBJECT | 0xFFFF << PART_SHIFT)
+
+
+def _states_of_tiers(deepest: TierKind) -> NDArray[np.uint8]:
+    """By an object's tier bits: the fastest tier that has it, down to `deepest`; 0 if none has."""
+    states = np.zeros(256, np.uint8)
+    bits = np.arange(256)
+    for tier in reversed(TIERS):
+        if tier <= deepest:
+            states[bits & TIER_BIT[tier] != 0] = tier
+    return states
+
+
+_STATES = {True: _states_of_tiers(TierKind.RAM), False: _states_of_tiers(TierKind.OBJECT)}
 
 
 def object_state(ns: Namespace, row: int, depth: int) -> int:
@@ -36,18 +59,6 @@ def needed_chunks(run: Run, boundary: int) -> dict[str, range]:
         chunks = rule.chunks_needed(first + boundary, family.chunk_tokens, end_token)
         needed[group] = range(max(chunks.start - first, 0), max(chunks.stop - first, 0))
     return needed
-
-
-def _leading_rows(rows: dict[bytes, int], keys: list[bytes]) -> list[int]:
-    """Chunk rows of the leading keys that are in the index."""
-    found = []
-    get = rows.get
-    for key in keys:
-        row = get(key, NONE)
-        if row == NONE:
-            break
-        found.append(row)
-    return found
 
 
 class Lookup:
@@ -88,32 +99,31 @@ class Lookup:
         return len(run.keys)
 
     def _leading_of_one_part(self, part: int) -> int:
-        """The usual case, without a Python step per chunk beyond the dict: leading chunks that are
-        held, have not expired and whose first object is of the part. Gives how many it settled;
-        the caller goes on, chunk by chunk, with the rest.
+        """The usual case, without a Python step per chunk: leading chunks that are held, have not
+        expired, and whose only object is of the part. Gives how many it settled; the caller goes
+        on, chunk by chunk, with the rest.
         """
         index = self._ns.index
-        rows = _leading_rows(index.rows, self._run.keys)
-        if not rows:
-            return 0
-        chunks = np.array(rows, np.int32)
-        objects = np.frombuffer(index.first_object, np.int32)[chunks]
-        expires = np.frombuffer(index.expires_ms, np.uint64)[chunks]
-        usable = (expires == 0) | (expires > self._now_ms)
-        usable &= np.frombuffer(index.object_part, np.uint16)[objects] == part
-        states = np.zeros(len(rows), np.uint8)
-        if self._depth != pb.DEPTH_RAM:
-            on_nvme = np.frombuffer(index.place[TierKind.NVME], np.int64)[objects] != NONE
-            states[on_nvme] = TierKind.NVME
-        in_ram = np.frombuffer(index.place[TierKind.RAM], np.int64)[objects] != NONE
-        states[in_ram] = TierKind.RAM
+        chunks = index.find_many(self._run.packed)
+        brief = np.frombuffer(index.brief, np.uint64).take(chunks, mode="clip")
+        usable = brief & _ONE_OF_PART == np.uint64(ONE_OBJECT | part << PART_SHIFT)
+        usable &= chunks >= 0
+        states = _STATES[self._depth == pb.DEPTH_RAM].take(
+            (brief >> np.uint64(TIERS_SHIFT)).astype(np.uint8), mode="clip"
+        )
         usable &= states != 0
-        count = len(rows) if usable.all() else int(np.argmin(usable))
-        lengths = np.frombuffer(index.object_length, np.uint32)[objects[:count]]
-        for tier in (TierKind.RAM, TierKind.NVME):
-            self.bytes_by_tier[tier] += int(lengths[states[:count] == tier].sum(dtype=np.int64))
-        self.payload_bytes += int(lengths.sum(dtype=np.int64))
-        self.states[:count] = states[:count].tobytes()
+        if (brief & np.uint64(EXPIRES)).any():
+            expires = np.frombuffer(index.expires_ms, np.uint64).take(chunks, mode="clip")
+            usable &= (expires == 0) | (expires > self._now_ms)
+        count = len(chunks) if usable.all() else int(np.argmin(usable))
+        states = states[:count]
+        lengths = (brief[:count] & np.uint64(0xFFFF_FFFF)).view(np.int64)
+        total = int(lengths.sum())
+        below = int(lengths[states != TierKind.RAM].sum())
+        self.bytes_by_tier[TierKind.RAM] += total - below
+        self.bytes_by_tier[TierKind.NVME] += below
+        self.payload_bytes += total
+        self.states[:count] = states.tobytes()
         return count
 
     def _boundary(self, groups: set[str]) -> int:
@@ -151,7 +161,7 @@ class Lookup:
 
     def _chunk_state(self, key: bytes, parts: tuple[int, ...], *, count: bool = True) -> int:
         ns, index = self._ns, self._ns.index
-        chunk = index.rows.get(key, NONE)
+        chunk = index.find(key)
         if chunk == NONE:
             return ns.ghosts.reason(key)
         if ns.expired(chunk, self._now_ms):

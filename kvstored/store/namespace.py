@@ -59,7 +59,7 @@ class Namespace:
 
     def find(self, key: bytes, now_ms: int) -> int:
         """The row of a chunk that is held and has not expired, or NONE."""
-        chunk = self.index.rows.get(key, NONE)
+        chunk = self.index.find(key)
         if chunk != NONE and self.expired(chunk, now_ms):
             return NONE
         return chunk

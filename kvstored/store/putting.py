@@ -24,6 +24,7 @@ _REFUSALS = {
     NoRoom.NAMESPACE: pb.REFUSED_CAP,
     NoRoom.NEVER: pb.REFUSED_TOO_LARGE,
     NoRoom.DOWN: pb.REFUSED_NO_ROOM,
+    NoRoom.PENDING: pb.REFUSED_NO_ROOM,
 }
 
 
@@ -154,7 +155,7 @@ class Putter:
         From here on cancellation loses no place: publishing is done before the first wait.
         """
         opened = self._open.pop(ticket.ticket_id)
-        ns, offer = opened.ns, opened.offer
+        ns, offer = opened.ns, ticket.offer  # durability and deadline may be the commit's own
         states = ticket.states
         try:
             for got in sorted(received, key=lambda r: r.index):
@@ -227,7 +228,7 @@ class Putter:
             key=run.keys[i],
             part=run.family.parts[run.parts[j]].name,
             tenant=ns.tenants[ns.index.tenant[chunk]],
-            parent=ns.index.parent_keys[chunk],
+            parent=ns.index.parent_key(chunk),
             depth=ns.index.depth[chunk],
             end_token=ns.index.end_token[chunk],
             expires_ms=ns.index.expires_ms[chunk],

@@ -98,7 +98,7 @@ class GetStream:
                 continue
             chunk = self._ns.find(key, at_ms)
             if chunk == NONE:
-                expired = key in index.rows
+                expired = index.find(key) != NONE
                 self._states[i] = pb.MISS_EXPIRED if expired else self._ns.ghosts.reason(key)
                 continue
             rows = [(j, p, index.find_object(chunk, p)) for j, p in parts]

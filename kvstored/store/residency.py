@@ -139,7 +139,7 @@ class Residency:
                         freed[tier].append(self.unplace_object(ns, obj, tier, reason))
                 index.remove_object(obj)
             why = state if row == chunk else pb.MISS_EVICTED
-            ns.ghosts.remember(index.keys[row], why)
+            ns.ghosts.remember(index.key(row), why)
             ns.pins.pop(row, None)
             index.remove_chunk(row)
         for tier, places in freed.items():
@@ -151,7 +151,7 @@ class Residency:
         """Drop those of the rows that are chunks whose time is over. Gives how many were."""
         count = 0
         for chunk in chunks:
-            if ns.index.keys[chunk] and ns.expired(chunk, at_ms):
+            if ns.index.held(chunk) and ns.expired(chunk, at_ms):
                 self.drop_subtree(ns, chunk, pb.MISS_EXPIRED, "expired")
                 count += 1
         return count

@@ -97,6 +97,7 @@ class Store:
             for number, ns in enumerate(settings.namespaces)
         }
         self._trash = Trash(self.tiers)
+        ram.on_freed = self._trash.freed.notify
         self.residency = Residency(self.accounts, self.tiers, self._trash.discard)
         self._room = Room(self.tiers, self.namespaces, self.residency, self._trash, self._busy)
         self.writer: Writer | None = None
@@ -306,7 +307,7 @@ class Store:
         self.residency.touch(ns, rows)
         if ttl_ms:
             for row in rows:
-                ns.index.expires_ms[row] = at_ms + ttl_ms
+                ns.index.set_expiry(row, at_ms + ttl_ms)
         return answer.states
 
     async def delete(self, run: Run, corrupt: bool = False) -> int:

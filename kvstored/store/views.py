@@ -52,7 +52,7 @@ def list_page(ns: Namespace, family: bytes, cursor: bytes, limit: int) -> pb.Lis
     at_ms = now_ms()
     reply = pb.ListReply()
     while row < stop and len(reply.entries) < limit:
-        if index.keys[row] and not ns.expired(row, at_ms):
+        if index.held(row) and not ns.expired(row, at_ms):
             entry = _entry(ns, row)
             if not family or entry.family == family:
                 reply.entries.append(entry)
@@ -68,7 +68,7 @@ def _entry(ns: Namespace, row: int) -> pb.ListEntry:
     objects = list(index.object_rows(row))
     in_ram = all(index.place[TierKind.RAM][obj] != NONE for obj in objects)
     return pb.ListEntry(
-        key=index.keys[row],
+        key=index.key(row),
         family=family.fingerprint,
         tenant=ns.tenants[index.tenant[row]],
         depth=index.depth[row],

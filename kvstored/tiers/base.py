@@ -58,6 +58,7 @@ class NoRoom(enum.Enum):
     NAMESPACE = "namespace"  # evict something of the same namespace and try again
     NEVER = "never"  # larger than the cap (or the namespace's cap) can ever hold
     DOWN = "down"  # the tier is failing; do not try again before its health changes
+    PENDING = "pending"  # enough is on its way from those who still map it: evict nothing for this
 
 
 class WriteOutcome(enum.Enum):

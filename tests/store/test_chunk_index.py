@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstored.store.index import NONE, TIERS, ChunkIndex
+from kvstored.store.index import EXPIRES, NONE, ONE_OBJECT, TIERS, ChunkIndex
 from kvstored.tiers.base import TierKind
 
 KEYS = [bytes([n]) * 32 for n in range(10)]
@@ -19,6 +19,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = ChunkIndex()
         self.model: dict[bytes, tuple[bytes, dict[int, set[TierKind]]]] = {}
+        self.expiries: dict[bytes, int] = {}
         self.circular: set[bytes] = set()  # keys that were in, or below, a circle of parents
 
     @rule(key=st.sampled_from(KEYS), parent=st.sampled_from([b"", *KEYS]))
@@ -28,6 +29,14 @@ class IndexMachine(RuleBasedStateMachine):
                 key, parent, family=1, tenant=2, depth=3, end_token=4, expires_ms=5
             )
             self.model[key] = (parent, {})
+            self.expiries.pop(key, None)
+
+    @rule(key=st.sampled_from(KEYS), expires_ms=st.sampled_from([0, 7]))
+    def set_expiry(self, key: bytes, expires_ms: int) -> None:
+        if key in self.model:
+            self.index.set_expiry(self.index.find(key), expires_ms)
+            self.expiries[key] = expires_ms
+            assert self.index.expires_ms[self.index.find(key)] == expires_ms
 
     @rule(key=st.sampled_from(KEYS), part=st.integers(0, 2))
     def add_object(self, key: bytes, part: int) -> None:
@@ -67,17 +76,34 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def same_as_model(self) -> None:
         index = self.index
-        assert set(index.rows) == set(self.model)
+        held = [index.key(row) for row in range(index.chunk_rows) if index.held(row)]
+        assert sorted(held) == sorted(self.model)
         assert index.chunk_count == len(self.model)
+        rows = index.find_many(b"".join(KEYS)).tolist()
+        assert rows == [index.find(key) for key in KEYS]
+        assert [row != NONE for row in rows] == [key in self.model for key in KEYS]
         assert index.object_count == sum(len(parts) for _, parts in self.model.values())
-        for key, (_, parts) in self.model.items():
+        for key, (parent_key, parts) in self.model.items():
             chunk = index.find(key)
-            assert index.keys[chunk] == key
+            assert index.key(chunk) == key
+            assert index.parent_key(chunk) == parent_key
+            assert index.brief[chunk] == self._brief(key)
             assert {index.object_part[row] for row in index.object_rows(chunk)} == set(parts)
             for part, tiers in parts.items():
                 row = index.find_object(chunk, part)
                 assert index.checksum(row) == bytes([part]) * 16
                 assert {t for t in TIERS if index.place[t][row] != NONE} == tiers
+
+    def _brief(self, key: bytes) -> int:
+        parts = self.model[key][1]
+        brief = self.expiries.get(key, 5) and EXPIRES
+        for tier in TIERS:
+            if any(tier in tiers for tiers in parts.values()):
+                brief |= 1 << 48 + tier.value
+        if len(parts) == 1:
+            (part,) = parts
+            brief |= ONE_OBJECT | part << 32 | 4096 + part
+        return brief
 
     @invariant()
     def trees_are_consistent(self) -> None:
@@ -91,7 +117,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert len(above) == len(set(above))
             parent = index.parent[chunk]
             if parent != NONE:
-                assert index.keys[parent] == parent_key
+                assert index.key(parent) == parent_key
                 assert chunk in index.child_rows(parent)
             elif parent_key in self.model:
                 # Only a made-up circle leaves a held parent unlinked; it stays so when a third
@@ -120,7 +146,7 @@ def test_subtree_lists_parents_before_children() -> None:
     for key, parent in zip(KEYS[:4], [b"", KEYS[0], KEYS[0], KEYS[1]], strict=True):
         index.add_chunk(key, parent, family=0, tenant=0, depth=0, end_token=0, expires_ms=0)
     rows = index.subtree(index.find(KEYS[0]))
-    keys = [index.keys[row] for row in rows]
+    keys = [index.key(row) for row in rows]
     assert set(keys) == set(KEYS[:4])
     assert keys.index(KEYS[1]) < keys.index(KEYS[3])
 

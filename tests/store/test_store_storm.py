@@ -77,7 +77,7 @@ def check_figures(store: Store) -> None:
         assert usage.footprint_bytes <= usage.cap_bytes
         in_index = 0
         for ns in store.namespaces.values():
-            rows = [row for row in range(ns.index.chunk_rows) if ns.index.keys[row]]
+            rows = [row for row in range(ns.index.chunk_rows) if ns.index.held(row)]
             resident = [r for r in rows if ns.index.tiers[r] & (1 << tier_kind.value)]
             assert sorted(ns.lru[tier_kind].from_oldest()) == sorted(resident)
             places = ns.index.place[tier_kind]

@@ -165,6 +165,12 @@ def check_match(request: pb.MatchRequest, *, holdable: bool) -> None:
         raise BadRequest("hold_id is 0", "choose an id that the session does not use yet")
 
 
+def check_commit(request: pb.CommitRequest, limits: Limits) -> None:
+    """Check the fields of Commit beside its indices."""
+    check_context(request.ctx, limits)
+    _check_enum("durability", request.durability, pb.Durability.values())
+
+
 def check_delete(request: pb.DeleteRequest) -> None:
     """Check the fields of Delete beside its run."""
     _check_enum("reason", request.reason, pb.DeleteRequest.Reason.values())

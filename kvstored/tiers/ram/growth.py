@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvstored.tiers.base import NoRoom
 from kvstored.tiers.ram.places import Move, Places
+from kvstored.tiers.ram.retirement import Retirement
 from kvstored.tiers.ram.segment import Segment
 from kvstored.tiers.ram.slabs import Create, Slabs, SlabSegment
 
@@ -34,14 +35,21 @@ class Growth:
     second; then it is None and the next growth tries again.
     """
 
-    def __init__(self, slabs: Slabs, places: Places, pool: Executor, hugepages: bool) -> None:
+    def __init__(
+        self,
+        slabs: Slabs,
+        places: Places,
+        pool: Executor,
+        retirement: Retirement,
+        hugepages: bool,
+    ) -> None:
         self.memory: dict[int, Segment] = {}
         self._slabs = slabs
         self._places = places
         self._pool = pool
+        self._retirement = retirement
         self._hugepages = hugepages
         self._lock = asyncio.Lock()
-        self._lingering: list[tuple[SlabSegment, Segment]] = []
         self._refusal = ""
         self._retry_at = 0.0
 
@@ -68,7 +76,7 @@ class Growth:
         reclaim first, and two callers would undo each other's work for ever.
         """
         async with self._lock:
-            await self._close_lingering()
+            await self._retirement.look_again()
             spared: set[int] = set()
             while (place := take()) is None:
                 step = self._slabs.plan(namespace, slot_bytes, demand_bytes, spared)
@@ -82,16 +90,12 @@ class Growth:
             return place
 
     async def close(self) -> None:
-        """Give back every segment, whatever lies in it."""
+        """Give back every segment, whatever lies in it and whoever maps it."""
         async with self._lock:
-            for record in list(self._slabs.segments.values()):
-                segment = self.memory.pop(record.segment_id, None)
-                if segment is not None:
-                    await self._give_back(record, segment)
-            await self._close_lingering()
-            if self._lingering:
-                held_bytes = sum(record.size_bytes for record, _ in self._lingering)
-                _log.error("%d bytes of RAM are still viewed at close", held_bytes)
+            segments = self._slabs.segments
+            rest = [(segments[segment_id], segment) for segment_id, segment in self.memory.items()]
+            self.memory.clear()
+            await self._retirement.close(rest)
 
     async def _create(self, namespace: str, slot_bytes: int, slots: int) -> bool:
         if self.down is not None:
@@ -144,7 +148,7 @@ class Growth:
         if record.used:
             return False
         self._slabs.retire(record)
-        await self._give_back(record, self.memory.pop(record.segment_id))
+        await self._retirement.give_back(record, self.memory.pop(record.segment_id))
         return True
 
     async def _move(self, moves: Sequence[Move]) -> None:
@@ -164,17 +168,6 @@ class Growth:
                 move.source_slot * move.source.slot_bytes,
                 move.length_bytes,
             )
-
-    async def _give_back(self, record: SlabSegment, segment: Segment) -> None:
-        if await self._run(segment.close):
-            self._slabs.retired(record)
-        else:
-            self._lingering.append((record, segment))
-
-    async def _close_lingering(self) -> None:
-        lingering, self._lingering = self._lingering, []
-        for record, segment in lingering:
-            await self._give_back(record, segment)
 
     def _run(self, job: Callable[..., _T], *args: object) -> asyncio.Future[_T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, job, *args)

@@ -118,6 +118,7 @@ class Slabs:
         self.spaces: dict[str, Space] = {}
         self._namespace_cap = namespace_cap
         self._next_id = 0
+        self._expected: dict[int, SlabSegment] = {}  # retired ones whose memory comes back soon
 
     def cap_of(self, namespace: str) -> int:
         """Most bytes that the namespace's segments may take."""
@@ -185,6 +186,8 @@ class Slabs:
         if room >= slot_bytes:
             wanted = self._wanted_slots(space, slot_bytes, demand_bytes, cap)
             return Create(min(wanted, room // slot_bytes))
+        if self._room_comes(namespace, slot_bytes - own_room, slot_bytes - room):
+            return NoRoom.PENDING
         own_binds = own_room < slot_bytes and cap < self.cap_bytes
         victim = _cheapest([space] if own_binds else self.spaces.values(), skip)
         if victim is not None:
@@ -242,14 +245,31 @@ class Slabs:
         else:
             del space.classes[segment.slot_bytes]
 
+    def expect(self, segment: SlabSegment) -> None:
+        """A retired segment's memory comes back soon: while it is enough, `plan` names no other."""
+        self._expected[segment.segment_id] = segment
+
+    def overdue(self, segment: SlabSegment) -> None:
+        """Nobody knows when the segment's memory comes back."""
+        self._expected.pop(segment.segment_id, None)
+
     def retired(self, segment: SlabSegment) -> None:
         """The segment's memory is the machine's again."""
         del self.segments[segment.segment_id]
+        self.overdue(segment)
         space = self.spaces[segment.namespace]
         space.footprint_bytes -= segment.size_bytes
         self.footprint_bytes -= segment.size_bytes
         if not space.footprint_bytes:
             del self.spaces[segment.namespace]
+
+    def _room_comes(self, namespace: str, own_bytes: int, tier_bytes: int) -> bool:
+        """True when what is expected makes up for what the namespace, and the tier, lack."""
+        coming = self._expected.values()
+        return bool(coming) and (
+            sum(s.size_bytes for s in coming if s.namespace == namespace) >= own_bytes
+            and sum(s.size_bytes for s in coming) >= tier_bytes
+        )
 
     def _class_of(self, segment: SlabSegment) -> SizeClass:
         return self.spaces[segment.namespace].classes[segment.slot_bytes]

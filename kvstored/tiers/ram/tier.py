@@ -31,6 +31,7 @@ from kvstored.tiers.base import (
 from kvstored.tiers.ram.growth import Growth
 from kvstored.tiers.ram.places import Location, Locations, Places
 from kvstored.tiers.ram.probe import probe
+from kvstored.tiers.ram.retirement import Retirement
 from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
 
 _THREADS = 4
@@ -64,7 +65,16 @@ class RamTier(Tier):
         self._places = Places(self._slabs)
         self._want_hugepages = hugepages
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ram-pool")
-        self._growth = Growth(self._slabs, self._places, self._pool, hugepages=False)
+        self.retiring: Callable[[int], asyncio.Future[None] | None] | None = None
+        """Asked on the loop, with the id of an empty segment, when no new place can lie in it: have
+        the clients unmap it. None when none maps it; else a future that is done when none does.
+        """
+        self.on_freed: Callable[[], None] | None = None
+        """Called on the loop when memory came back late: who waits for room looks again."""
+        self._retirement = Retirement(
+            self._slabs, self._pool, self._ask_clients, self._tell_of_room
+        )
+        self._growth = self._new_growth(hugepages=False)
         self._mode = "closed"
         self._running: set[asyncio.Task[object]] = set()
 
@@ -90,7 +100,7 @@ class RamTier(Tier):
 
     @property
     def segments(self) -> int:
-        """Segments counted in the footprint; each has one descriptor."""
+        """Segments counted in the footprint, also those that only clients still map."""
         return len(self._slabs.segments)
 
     @property
@@ -136,12 +146,12 @@ class RamTier(Tier):
                 f"the RAM tier cannot make sealed shared memory: {error}",
                 "it needs memfd with F_SEAL_FUTURE_WRITE: Linux 5.1 or later, not filtered away",
             ) from error
-        self._growth = Growth(self._slabs, self._places, self._pool, hugepages=huge)
+        self._growth = self._new_growth(huge)
         self._mode = "memfd_huge" if huge else "memfd"
         return Recovered()
 
     async def close(self) -> None:
-        """Finish what runs and give all memory back."""
+        """Finish what runs and give all memory back, without waiting for clients that map it."""
         while self._running:
             await asyncio.wait(self._running)
         await self._growth.close()
@@ -285,6 +295,16 @@ class RamTier(Tier):
         published.
         """
         return self._places.checksums(place)
+
+    def _new_growth(self, hugepages: bool) -> Growth:
+        return Growth(self._slabs, self._places, self._pool, self._retirement, hugepages)
+
+    def _ask_clients(self, segment_id: int) -> asyncio.Future[None] | None:
+        return self.retiring(segment_id) if self.retiring is not None else None
+
+    def _tell_of_room(self) -> None:
+        if self.on_freed is not None:
+            self.on_freed()
 
     async def _grow(self, namespace: str, lengths_bytes: Sequence[int]) -> int | NoRoom:
         """A place for the first of these lengths; the others of its size say how much to make."""

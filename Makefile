@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench mutants clean
+.PHONY: deps demo test lint format proto bench bench-peers mutants clean
 
 deps: $(STAMP)
 
@@ -53,6 +53,12 @@ mutants: deps
 
 bench: deps
 	$(BIN)/kvctl bench remote --json
+	$(BIN)/kvctl bench local --json
+	$(BIN)/kvctl bench lookup --json
+
+# Paired with redis-server where that is installed.
+bench-peers: deps
+	$(BIN)/python -m kvstored.bench.peers --json
 
 demo: deps
 	$(BIN)/python -m kvstored_client.engine.demo

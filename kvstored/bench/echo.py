@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import struct
 import sys
 from typing import cast
@@ -20,7 +19,7 @@ from typing import cast
 import uvloop
 
 from kvstored.bench.payloads import random_bytes
-from kvstored.bench.processes import BenchError, private_bytes
+from kvstored.bench.processes import BenchError, connect, private_bytes
 
 HEAD = struct.Struct("<II")
 LOOKUP = 0xFFFF_FFFF
@@ -58,8 +57,7 @@ class Echo:
     """The blocking client of it. Raises OSError."""
 
     def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+        self._socket = connect(path)
 
     def call(self, body: bytes, answer_bytes: int) -> bytearray:
         """Send a request whose answer has that length; the answer."""

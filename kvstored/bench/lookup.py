@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstored.bench import payloads, processes, rounds
 from kvstored.bench.echo import KEY_BYTES, Echo
-from kvstored.bench.payloads import MIB
+from kvstored.bench.payloads import MIB, Bytes
 from kvstored.bench.processes import BenchError, Child, Daemon
 from kvstored.bench.report import MIN_ROUNDS, Case, Json
 from kvstored.config.host import memory_allowed
@@ -57,27 +57,29 @@ def run(settings: Settings, say: Say) -> list[Case]:
     """
     if settings.rounds < MIN_ROUNDS:
         raise BenchError(f"at least {MIN_ROUNDS} rounds are needed, not {settings.rounds}")
-    objects = _objects_that_fit(settings, say)
+    count = _objects_that_fit(settings, say)
     load_bytes = BUSY_SESSIONS * settings.busy_chunks * BUSY_OBJECT_BYTES
     with tempfile.TemporaryDirectory(prefix="kvbench-") as name, contextlib.ExitStack() as stack:
         directory = Path(name)
         say("starting a daemon")
         # A prefix that is read is leased, and one session may lease half.
-        cap_bytes = objects * OBJECT_BYTES * 21 // 20 + 2 * load_bytes + SPARE_BYTES
+        cap_bytes = count * OBJECT_BYTES * 21 // 20 + 2 * load_bytes + SPARE_BYTES
         daemon = stack.enter_context(processes.daemon(directory, cap_bytes))
         client = stack.enter_context(KVClient(daemon.target))
-        say(f"starting a bare server with {objects} keys")
+        say(f"starting a bare server with {count} keys")
         path = str(directory / "echo.sock")
-        bare = processes.child("kvstored.bench.echo", path, objects, _SEED)
+        bare = processes.child("kvstored.bench.echo", path, count, _SEED)
         _, (bare_per_key,) = stack.enter_context(bare)
         echo = stack.enter_context(contextlib.closing(Echo(path)))
-        memory = Case("index_memory", {"object_bytes": OBJECT_BYTES}, "B/object")
-        matches = _Matches(settings, client, echo, objects)
+        objects = Objects(client, count)
         before = processes.private_bytes(daemon.pid)
-        matches.index(say)
-        memory.params["indexed_objects"] = objects
-        memory.add((processes.private_bytes(daemon.pid) - before) / objects, float(bare_per_key))
-        matches.prepare()
+        objects.index(say)
+        grown = processes.private_bytes(daemon.pid) - before
+        params: dict[str, Json] = {"object_bytes": OBJECT_BYTES, "indexed_objects": count}
+        memory = Case("index_memory", params, "B/object")
+        memory.add(grown / count, float(bare_per_key))
+        objects.shuffle(settings.keys)
+        matches = _Matches(settings, client, echo, objects)
         idle = matches.measure(0, say)
         busy = _Busy(settings, daemon, matches).measure(say)
         return [*idle, *busy, memory]
@@ -97,47 +99,76 @@ def _objects_that_fit(settings: Settings, say: Say) -> int:
     return min(fit, settings.indexed_objects)
 
 
-class _Matches:
-    """The objects, and matches of random ones among them."""
+class Objects:
+    """Objects of the smallest size in a daemon, and matches of random ones among them."""
 
-    def __init__(self, settings: Settings, client: KVClient, echo: Echo, objects: int) -> None:
-        self._settings = settings
+    def __init__(self, client: KVClient, count: int) -> None:
         self._client = client
-        self._echo = echo
-        self._objects = objects
         self._family: KVFamily = payloads.family(OBJECT_BYTES)
         # One array, no Python object per key: what the benchmark holds is not to slow its client.
-        self._hashes = payloads.random_bytes(objects * KEY_BYTES, _SEED).reshape(-1, KEY_BYTES)
+        self.hashes = payloads.random_bytes(count * KEY_BYTES, _SEED).reshape(-1, KEY_BYTES)
+        self.chosen: list[Bytes] = []
+        """What each sequence consists of, once shuffled: shape [keys, 32]."""
         self._prefixes: list[Prefix] = []
-        self._packed: list[bytes] = []
 
     def index(self, say: Say) -> None:
         """Put every object."""
         source = payloads.random_bytes(PUT_CHUNKS * OBJECT_BYTES, _SEED + 1)
         said = 0
-        for first in range(0, self._objects, PUT_CHUNKS):
-            prefix = self._foreign(self._hashes[first : first + PUT_CHUNKS])
+        for first in range(0, len(self.hashes), PUT_CHUNKS):
+            prefix = self._foreign(self.hashes[first : first + PUT_CHUNKS])
             payloads.put(self._client, prefix, source[: len(prefix) * OBJECT_BYTES])
             done = first + len(prefix)
-            if done * 10 // self._objects > said:
-                said = done * 10 // self._objects
-                say(f"{done} of {self._objects} objects are indexed")
+            if done * 10 // len(self.hashes) > said:
+                said = done * 10 // len(self.hashes)
+                say(f"{done} of {len(self.hashes)} objects are indexed")
 
-    def prepare(self) -> None:
-        """Make the sequences of keys, all of which together are one permutation of the objects, and
-        look each up once.
+    def shuffle(self, keys: int) -> None:
+        """Make the sequences, all of which together are one permutation of the objects, and match
+        each once.
         """
-        order = np.random.default_rng(_SEED + 2).permutation(self._objects)
-        keys = self._settings.keys
-        for first in range(0, min(self._objects // keys, MAX_SEQUENCES) * keys, keys):
-            chosen = self._hashes[order[first : first + keys]]
+        order = np.random.default_rng(_SEED + 2).permutation(len(self.hashes))
+        for first in range(0, min(len(order) // keys, MAX_SEQUENCES) * keys, keys):
+            chosen = self.hashes[order[first : first + keys]]
+            self.chosen.append(chosen)
             self._prefixes.append(self._foreign(chosen))
-            self._packed.append(chosen.tobytes())
         for number in range(len(self._prefixes)):
-            self._match(number)
-            self._look_up(number)
+            self.match(number)
         gc.collect()
         gc.freeze()  # an engine does not hold a million keys that a collection would walk
+
+    def match(self, number: int) -> float:
+        """Match the sequence of that number, modulo how many there are; the seconds it took.
+
+        Raises BenchError unless everything is found.
+        """
+        prefix = self._prefixes[number % len(self._prefixes)]
+        begin = time.perf_counter()
+        result = self._client.match(prefix, timeout_s=payloads.TIMEOUT_S)
+        took = time.perf_counter() - begin
+        if result.chunks != len(prefix):
+            raise BenchError(
+                f"match found {result.chunks} of {len(prefix)} chunks that are held: "
+                f"{result.reason} {result.detail}"
+            )
+        return took
+
+    def _foreign(self, hashes: Bytes) -> Prefix:
+        packed = hashes.tobytes()
+        return self._family.foreign(
+            packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)
+        )
+
+
+class _Matches:
+    """Rounds of matches and bare look-ups."""
+
+    def __init__(self, settings: Settings, client: KVClient, echo: Echo, objects: Objects) -> None:
+        self._settings = settings
+        self._client = client
+        self._echo = echo
+        self._objects = objects
+        self._packed = [chosen.tobytes() for chosen in objects.chosen]
 
     def measure(self, busy_sessions: int, say: Say) -> list[Case]:
         """All rounds; one case per percentile."""
@@ -151,7 +182,7 @@ class _Matches:
         """The cases, without rounds yet."""
         params: dict[str, Json] = {
             "keys": self._settings.keys,
-            "indexed_objects": self._objects,
+            "indexed_objects": len(self._objects.hashes),
             "busy_sessions": busy_sessions,
             "samples": self._settings.samples,
             "transport": payloads.transport_of(self._client),
@@ -161,19 +192,7 @@ class _Matches:
     def round(self, latencies: rounds.Latencies, *, counts: bool = True) -> str:
         """One round; what it came to, in words."""
         samples = self._settings.samples
-        return latencies.round(samples, self._match, self._look_up, counts=counts)
-
-    def _match(self, number: int) -> float:
-        prefix = self._prefixes[number % len(self._prefixes)]
-        begin = time.perf_counter()
-        result = self._client.match(prefix, timeout_s=payloads.TIMEOUT_S)
-        took = time.perf_counter() - begin
-        if result.chunks != len(prefix):
-            raise BenchError(
-                f"match found {result.chunks} of {len(prefix)} chunks that are held: "
-                f"{result.reason} {result.detail}"
-            )
-        return took
+        return latencies.round(samples, self._objects.match, self._look_up, counts=counts)
 
     def _look_up(self, number: int) -> float:
         packed = self._packed[number % len(self._packed)]
@@ -183,12 +202,6 @@ class _Matches:
         if answer.count(1) != self._settings.keys:
             raise BenchError("the bare server did not find keys that it has")
         return took
-
-    def _foreign(self, hashes: payloads.Bytes) -> Prefix:
-        packed = hashes.tobytes()
-        return self._family.foreign(
-            packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)
-        )
 
 
 class _Busy:
@@ -209,7 +222,7 @@ class _Busy:
             readers = [stack.enter_context(self._reader()) for _ in range(BUSY_SESSIONS)]
             begin = time.monotonic()
             self._matches.round(latencies, counts=False)
-            for number in self._rounds(begin):
+            for number in self._rounds():
                 say(f"match, busy, round {number}: {self._matches.round(latencies)}")
                 if time.monotonic() - begin >= self._settings.busy_s:
                     self._read_lag(control, time.monotonic() - begin)
@@ -222,7 +235,7 @@ class _Busy:
             case.verified_bytes = verified
         return cases
 
-    def _rounds(self, begin: float) -> Iterator[int]:
+    def _rounds(self) -> Iterator[int]:
         number = 0
         while number < self._settings.rounds or len(self._lag.values) < MIN_ROUNDS:
             number += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -168,6 +169,19 @@ def private_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     sizes = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
     return sum(int(sizes[name][0]) * 1024 for name in ("RssAnon", "VmPTE"))
+
+
+def connect(path: str) -> socket.socket:
+    """A blocking Unix socket that gives up, with OSError, when nothing comes for a long time."""
+    it = socket.socket(socket.AF_UNIX)
+    # Python's own time-outs would make it poll before every call.
+    it.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(STOP_S), 0))
+    try:
+        it.connect(path)
+    except OSError:
+        it.close()
+        raise
+    return it
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

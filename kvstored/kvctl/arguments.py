@@ -149,6 +149,7 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
         ("--keys", 512, "of one match"),
         ("--rounds", 11, "at least 5"),
         ("--samples", 2000, "matches per round"),
+        ("--chunks", 64, "of 1 MiB, of the prefix that each busy session reads"),
     ):
         lookup.add_argument(
             name, type=int, default=default, metavar="N", help=f"{words} ({default})"

@@ -147,14 +147,17 @@ def _bench_lookup(args: argparse.Namespace, _access: Access) -> list[Case]:
 
     if args.target:
         raise Mistake("bench lookup looks into its daemon's process: it starts its own")
-    if not 1 <= args.keys <= args.indexed_objects or args.samples < 1 or args.busy_s < 0:
-        raise Mistake("--keys is 1 to --indexed-objects, --samples at least 1, --busy-s at least 0")
+    if not 1 <= args.keys <= args.indexed_objects:
+        raise Mistake(f"--keys {args.keys}: 1 to --indexed-objects")
+    if args.samples < 1 or args.chunks < 1 or args.busy_s < 0:
+        raise Mistake("--samples and --chunks are at least 1, --busy-s at least 0")
     settings = lookup.Settings(
         indexed_objects=args.indexed_objects,
         keys=args.keys,
         rounds=args.rounds,
         samples=args.samples,
         busy_s=args.busy_s,
+        busy_chunks=args.chunks,
     )
     return lookup.run(settings, _say)
 

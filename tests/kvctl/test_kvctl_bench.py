@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstored.bench import remote
-from kvstored.bench.report import Case
+from kvstored.bench import payloads, remote
+from kvstored.bench.processes import BenchError
+from kvstored.bench.report import Case, table
 from kvstored.kvctl import main
+from kvstored_client import KVClient, Prefix
 
 MIB = 1 << 20
 
@@ -52,9 +54,15 @@ def test_remote_prints_one_object(
 
 
 def test_wrong_bytes_fail_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote.np, "array_equal", lambda *_: False)
+    get = payloads.get
+
+    def get_badly(client: KVClient, prefix: Prefix, into: payloads.Bytes) -> None:
+        get(client, prefix, into)
+        into[-1] ^= 1
+
+    monkeypatch.setattr(payloads, "get", get_badly)
     settings = remote.Settings(object_bytes=(MIB,), prefix_chunks=1, rounds=5)
-    with pytest.raises(remote.processes.BenchError, match="bytes came back wrong"):
+    with pytest.raises(BenchError, match="bytes came back wrong"):
         remote.run(settings, lambda line: None)
 
 
@@ -64,3 +72,10 @@ def test_medians_and_ratio() -> None:
         case.add(value, ceiling)
     row = case.to_json()
     assert (row["value"], row["ceiling"], row["ratio"], row["rounds"]) == (2.0, 3.0, 0.5, 3)
+
+
+def test_no_ratio_to_nothing() -> None:
+    case = Case("loop_lag", {}, "us")
+    case.add(1.0, 0.0)
+    assert case.to_json()["ratio"] is None
+    assert "loop_lag" in table([case])

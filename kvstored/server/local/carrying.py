@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvstored.errors import KvstoredError
 from kvstored.server.dispatcher import Dispatcher
-from kvstored.server.local.mover import Ending, Mover, Movers, Work
+from kvstored.server.local.mover import Mover, Movers
+from kvstored.server.local.works import Ending, Work
 from kvstored.server.watch import Watchdog, Watched
 from kvstored.store.api import Received
 

@@ -15,10 +15,11 @@ from kvstored.server.auth import Caller
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.local.carrying import Carrier, loop_time
 from kvstored.server.local.filling import Filling
-from kvstored.server.local.mover import Channel, Ending, Movers, RingWork
+from kvstored.server.local.mover import Movers
 from kvstored.server.local.ports import SessionPort
 from kvstored.server.local.reservations import Reservations
 from kvstored.server.local.staging import RETRY_MS, Areas, Memory, Staging
+from kvstored.server.local.works import Channel, Ending, RingWork
 from kvstored.server.payload_calls import PutCall
 from kvstored.server.watch import Waits, Watched
 from kvstored.store.api import PutTicket, Received
@@ -60,7 +61,10 @@ class Puts:
     async def put(
         self, request: pb.PutHeader, request_id: int, caller: Caller, reply: Reply
     ) -> None:
-        """One Put to its end: PutPlan and PutReply go to `reply`, anything else is raised."""
+        """One Put to its end: PutPlan and PutReply go to `reply`, anything else is raised.
+
+        Cancel the task to give it up; it ends when nothing of it is under way any more.
+        """
         call = PutCall(self._dispatcher, caller)
         async with self._carrier.running(call.close) as watched:
             if self._current is not None:
@@ -134,11 +138,6 @@ class Puts:
     def _broken(self, ending: Ending) -> None:
         if ending.violation and ending.cause is not None:
             self._session.fail(ending.cause)
-
-    def cancel(self, request_id: int) -> None:
-        """End a Put soon, with an error; other ids are passed over."""
-        if self._current is not None and self._current[0] == request_id:
-            self._current[1].end(BadRequest("the client gave this put up"))
 
     # ---- Reserve and Commit ----------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ _MESSAGES: dict[int, type[Message]] = {
 _NO_RUN = {Kind.HELLO, Kind.LIST, Kind.USAGE}  # they name the namespace themselves
 _NO_NAMESPACE = {Kind.RELEASE, Kind.COMMIT}  # they name an id of the session
 _RELEASED = pb.ReleaseReply()
-_ENDS_WITHOUT_HARM = {Kind.HELLO, Kind.PREFETCH, Kind.RESERVE, Kind.ACQUIRE}
+_ENDS_WITHOUT_HARM = {Kind.HELLO, Kind.PREFETCH, Kind.RESERVE, Kind.ACQUIRE, Kind.PUT}
 
 
 class _Running:
@@ -221,11 +221,7 @@ class Requests:
 
     def _cancel(self, frame: Frame) -> None:
         running = self._by_id.get(frame.request_id)
-        if running is None:
-            return
-        if running.kind == Kind.PUT:
-            self._session.puts.cancel(frame.request_id)
-        elif running.kind in _ENDS_WITHOUT_HARM:
+        if running is not None and running.kind in _ENDS_WITHOUT_HARM:
             running.give_up()
 
     # ---- match, acquire, release -----------------------------------------------------------------
@@ -329,8 +325,7 @@ class Requests:
         self, running: _Running, request: pb.ReserveRequest, caller: Caller
     ) -> None:
         reply = await self._session.puts.reserve(request, caller)
-        if pb.WANTED in reply.states:
-            running.finish = None  # the id stands for the reservation from now on
+        running.finish = None  # the id stands for the reservation from now on
         self._last(running)
         self._session.reply(Kind.RESERVE, running.request_id, reply.SerializeToString())
 

@@ -18,9 +18,9 @@ from kvstored.server.auth import Caller
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.local.carrying import Carrier, loop_time
 from kvstored.server.local.filling import Filling
-from kvstored.server.local.mover import AreaWork
 from kvstored.server.local.ports import SessionPort
 from kvstored.server.local.staging import RETRY_MS, Area, Areas
+from kvstored.server.local.works import AreaWork
 from kvstored.server.watch import Waits, Watched
 from kvstored.store.api import PutTicket, Received, WantedObject
 from kvstored.tiers.base import padded_bytes

@@ -104,7 +104,9 @@ class PayloadVerbs(Calling):
                     bypass_ram=bypass_ram,
                 )
                 request.ctx.deadline_ms = remaining_ms(deadline)
-                step = Download(request, GetReceiver(receipt, cut), deadline)
+                step = Download(
+                    request, GetReceiver(receipt, cut), deadline, _divisible_bytes(table, cut)
+                )
                 failure = yield from run(step)
                 if failure is not None:
                     return failure
@@ -193,6 +195,15 @@ def _put_range(
             f"the views hold {chunks} chunks", f"the prefix has {end - start} from {start} on"
         )
     return start, start + chunks
+
+
+def _divisible_bytes(table: ObjectTable, cut: Cut) -> int:
+    """Most that a chunk of the cut has; 0 if by a group's rule it matters where a request ends."""
+    parts = [table.parts[p] for p in cut.parts]
+    groups = table.prefix.family.groups
+    if any(groups[part.group].kind != "all" for part in parts):
+        return 0
+    return sum(part.nbytes or part.max_nbytes or 0 for part in parts)
 
 
 def _object_span(table: ObjectTable, cut: Cut) -> tuple[int, int]:

@@ -38,8 +38,8 @@ from kvstored_client.steps import Download, Upload, Verb, remaining_ms, run
 
 _MODES = {"prefix": pb.PREFIX, "each": pb.EACH}
 _DEPTHS = {"ram": pb.DEPTH_RAM, "node": pb.DEPTH_NODE, "pool": pb.DEPTH_POOL}
-_DURABILITIES = {"accepted": pb.ACCEPTED, "durable": pb.DURABLE}
-_WHEN_FULL = {"wait": pb.WAIT, "refuse": pb.REFUSE}
+DURABILITIES = {"accepted": pb.ACCEPTED, "durable": pb.DURABLE}
+WHEN_FULL = {"wait": pb.WAIT, "refuse": pb.REFUSE}
 _NO_CHECKSUM = bytes(16)
 
 
@@ -136,8 +136,8 @@ class PayloadVerbs(Calling):
         table = put_table(prefix, start, stop, chosen)
         regions = sources(views, table.want)
         prototype = pb.PutHeader(
-            durability=choice("durability", durability, _DURABILITIES),
-            when_full=choice("when_full", when_full, _WHEN_FULL),
+            durability=choice("durability", durability, DURABILITIES),
+            when_full=choice("when_full", when_full, WHEN_FULL),
             ttl_ms=checked_uint("ttl_ms", ttl_ms, MAX_TTL_MS),
         )
         context, deadline = self.opening(options, self.timeouts.put_s)

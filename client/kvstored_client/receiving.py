@@ -55,6 +55,16 @@ class Receipt:
             set(),
         )
 
+    def merge_states(self, first: int, states: bytes) -> None:
+        """Take the daemon's states of chunks from `first` on. A chunk may be part of several
+        requests, with other parts; the worst state counts.
+        """
+        known = np.frombuffer(self.states, np.uint8)[first : first + len(states)]
+        said = np.frombuffer(states, np.uint8)
+        silent = int(pb.NOT_NEEDED)
+        take = (known == 0) | (known == silent) | ((said != silent) & (said > known))
+        known[take] = said[take]
+
     def result(self) -> GetResult:
         """The verb's answer."""
         boundary, whole = self.table.usable(self.lengths > 0)
@@ -242,11 +252,7 @@ class GetReceiver:
         count = self._cut.stop - self._cut.start
         if len(states) != count:
             raise GarbageError(f"{len(states)} states for {count} chunks")
-        whole = self._receipt.states
-        for i, state in enumerate(states, self._first_chunk):
-            # A chunk may be part of several requests, with other parts; the worst state counts.
-            if whole[i] in (0, int(pb.NOT_NEEDED)) or (state != pb.NOT_NEEDED and state > whole[i]):
-                whole[i] = state
+        self._receipt.merge_states(self._first_chunk, states)
 
     def _open_object(self) -> None:
         item = self._objects[self._at]

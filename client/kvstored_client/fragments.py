@@ -54,8 +54,12 @@ def move(targets: Addresses, sources: Addresses, lengths: Addresses, stop: Stop 
         targets, sources, lengths = targets[small], sources[small], lengths[small]
     if not len(lengths):
         return True
-    if (lengths == lengths[0]).all():
-        return _group(targets, sources, int(lengths[0]), stop)
+    if len(lengths) > FEW and (lengths[1:-1] == lengths[1]).all():  # all, or all but the outer ones
+        ends = [0, -1]
+        inner = slice(1, -1)
+        return _one_by_one(targets[ends], sources[ends], lengths[ends], stop) and _group(
+            targets[inner], sources[inner], int(lengths[1]), stop
+        )
     order = np.argsort(lengths, kind="stable")
     targets, sources, lengths = targets[order], sources[order], lengths[order]
     edges = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]

@@ -109,10 +109,9 @@ class Cursor:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(addresses, lengths, offsets in the stream) of the next `nbytes`; goes behind them."""
         ends = cast("NDArray[np.int64]", self._ends)
+        while not self._left:
+            self._open(self._fragment + 1)
         first = self._fragment
-        if first < 0:
-            self._open(0)
-            first = 0
         stop = ends.item(first) - self._left + nbytes
         last = int(np.searchsorted(ends, stop))
         addresses = self._regions.addresses[first : last + 1].copy()

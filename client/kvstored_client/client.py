@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstored_client import results
 from kvstored_client.buffers import Buffers
@@ -22,10 +26,15 @@ from kvstored_client.config import (
 )
 from kvstored_client.errors import ClosedError
 from kvstored_client.identity import Prefix
+from kvstored_client.jobs import Job, Jobs
+from kvstored_client.local import forking
+from kvstored_client.local.grants import Grant
+from kvstored_client.local.lease import Lease
+from kvstored_client.local.slots import Slots
+from kvstored_client.objects import Cut
 from kvstored_client.session import SessionKeeper
 from kvstored_client.steps import Verb
-from kvstored_client.transports import fork
-from kvstored_client.transports.blocking import BlockingTransport
+from kvstored_client.transports.auto import AutoTransport
 from kvstored_client.verbs import Verbs
 
 _Result = TypeVar("_Result")
@@ -37,6 +46,9 @@ class KVClient:
     `target`: "unix:///path/to/kvstored.sock" or "dns:///host:port". `token`: the namespace's bearer
     token, where it needs one. `tenant`: label for accounting, which a call can replace. `salt`: the
     namespace's salt, 32 bytes; by default the daemon gives it. Raises OptionError.
+
+    On the daemon's own node bytes move through shared memory; elsewhere, and where that cannot be
+    had, by gRPC.
 
     Every verb takes `timeout_s`, `tenant`, `request_id` and `hints` (see CallOptions). A call that
     cannot be made as written raises a UsageError before anything is sent. Whatever else goes wrong
@@ -60,12 +72,13 @@ class KVClient:
         self.namespace = checked_namespace(namespace)
         context_of({}, tenant)
         self._keeper = SessionKeeper(self.target, self.namespace, checked_salt(salt))
-        self._transport = BlockingTransport(self.target, checked_token(token))
+        self._transport = AutoTransport(self.target, self.namespace, checked_token(token))
+        self._jobs = Jobs(self._transport)
         self._verbs = Verbs(self._keeper, self.namespace, tenant, timeouts or Timeouts())
         self._closed = False
         self._calls = 0
         self._idle = threading.Condition()
-        fork.join(self)
+        forking.join(self)
 
     def __enter__(self) -> KVClient:
         return self
@@ -89,14 +102,19 @@ class KVClient:
         parts: Sequence[str] | None = None,
         mode: str = "prefix",
         depth: str = "node",
+        *,
+        hold: bool = False,
         **options: Unpack[CallOptions],
     ) -> results.MatchResult:
         """Which chunks of a prefix are held, and where. Moves no payload.
 
         `parts`: names of the parts that must be there; None: all of the family's. `mode`: "prefix"
         (the longest boundary at which every group's rule holds) or "each" (every chunk by itself).
-        `depth`: how far to look: "ram", "node" or "pool".
+        `depth`: how far to look: "ram", "node" or "pool". `hold`: protect what was found from
+        eviction, until `MatchResult.hold` is released or dropped, or this client acquires it.
         """
+        if hold:
+            return self._run(self._verbs.held_match(prefix, parts, mode, depth, options))
         return self._run(self._verbs.match(prefix, parts, mode, depth, options))
 
     def get(
@@ -145,6 +163,96 @@ class KVClient:
         return self._run(
             self._verbs.put(prefix, views, start, parts, durability, when_full, ttl_ms, options)
         )
+
+    # ---- in the daemon's own memory --------------------------------------------------------------
+
+    def acquire(
+        self,
+        prefix: Prefix,
+        start: int = 0,
+        stop: int | None = None,
+        parts: Sequence[str] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Lease:
+        """Look at chunks [start, stop) where they lie; nothing is copied. See Lease.
+
+        What is not in RAM is brought there first. Raises UsageError and nothing else.
+        """
+        return self._run(self._verbs.acquire(prefix, start, stop, parts, options))
+
+    def reserve(
+        self,
+        prefix: Prefix,
+        start: int = 0,
+        stop: int | None = None,
+        parts: Sequence[str] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        when_full: str = "wait",
+        ttl_ms: int = 0,
+        **options: Unpack[CallOptions],
+    ) -> Slots:
+        """Room for chunks [start, stop), to be written in place and committed. See Slots.
+
+        `lengths`: bytes per object, in object order, 0 to leave one out; None: each part's full
+        size. `when_full` and `ttl_ms` as for put. Raises UsageError and nothing else.
+        """
+        receipt, sizes, reservations, addresses = self._run(
+            self._verbs.reserve(prefix, start, stop, parts, lengths, when_full, ttl_ms, options)
+        )
+
+        def commit(
+            slots: Slots,
+            taken: list[tuple[Cut, Grant]],
+            wanted: NDArray[np.bool_],
+            durability: str,
+        ) -> results.PutResult:
+            return self._run(self._verbs.commit(slots.receipt, taken, wanted, durability, options))
+
+        return Slots(receipt, sizes, reservations, addresses, commit)
+
+    # ---- behind the caller's back ----------------------------------------------------------------
+
+    def submit_get(
+        self,
+        prefix: Prefix,
+        into: Buffers,
+        start: int = 0,
+        stop: int | None = None,
+        parts: Sequence[str] | None = None,
+        *,
+        bypass_ram: bool = False,
+        **options: Unpack[CallOptions],
+    ) -> Job[results.GetResult]:
+        """`get`, without waiting for it. See Job. Raises as get does."""
+        return self._jobs.submit(
+            self._verbs.get(prefix, into, start, stop, parts, bypass_ram, options)
+        )
+
+    def submit_put(
+        self,
+        prefix: Prefix,
+        views: Buffers,
+        start: int = 0,
+        parts: Sequence[str] | None = None,
+        durability: str = "accepted",
+        when_full: str = "wait",
+        ttl_ms: int = 0,
+        **options: Unpack[CallOptions],
+    ) -> Job[results.PutResult]:
+        """`put`, without waiting for it. See Job. Raises as put does."""
+        return self._jobs.submit(
+            self._verbs.put(prefix, views, start, parts, durability, when_full, ttl_ms, options)
+        )
+
+    @property
+    def completion_fd(self) -> int:
+        """See Jobs.completion_fd: readable while `completed` has something to tell."""
+        return self._jobs.completion_fd
+
+    def completed(self) -> builtins.list[Job[object]]:
+        """Jobs that have ended since it was last asked. See Jobs.completed."""
+        return self._jobs.completed()
 
     # ---- the small verbs -------------------------------------------------------------------------
 
@@ -247,25 +355,25 @@ class KVClient:
     # ---- life ------------------------------------------------------------------------------------
 
     def drain(self, timeout_s: float = 30.0) -> bool:
-        """Wait until no call of this client is under way; whether that came within `timeout_s`."""
+        """Wait until no call and no job of this client is under way; whether that came within
+        `timeout_s`.
+        """
         end = time.monotonic() + checked_timeout("timeout_s", timeout_s)
         with self._idle:
             while self._calls:
                 left = end - time.monotonic()
                 if left <= 0 or not self._idle.wait(left):
                     return not self._calls
-        return True
+        return self._jobs.drain(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
-        """End running calls (their results say "closed") and disconnect. Idempotent."""
+        """End running calls and jobs (their results say "closed") and disconnect. Idempotent.
+
+        Leases outlast it: the session ends when the last view of it is gone.
+        """
         self._closed = True
+        self._jobs.close()
         self._transport.close()
-
-    def before_fork(self) -> None:
-        """Nothing: the transport stands still by itself."""
-
-    def after_fork_in_parent(self) -> None:
-        """Nothing: calls go on."""
 
     def after_fork_in_child(self) -> None:
         """The parent's calls are not the child's, and its locks may be held for ever."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstored_client.proto import kvstore_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstored_client.local.lease import Hold
 
 
 class ChunkState(enum.IntEnum):
@@ -154,6 +157,8 @@ class MatchResult:
     `tokens`: covered by those chunks. `states`: one per chunk of the prefix. `nbytes`: what a get
     of those chunks would deliver. `eta_ms`: estimated time to have them. `reason`: why it ends
     there, "" where everything is held; `detail` says more where the daemon could not be asked.
+    `hold`: what protects it, if that was asked for, something is held, and the daemon is on this
+    node.
     """
 
     chunks: int
@@ -163,6 +168,7 @@ class MatchResult:
     eta_ms: float
     reason: str = ""
     detail: str = ""
+    hold: Hold | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,204 @@
+"""Get on the same node: acquire, copy out of shared memory, release; in windows.
+
+The next window is asked for before the present one is copied, so that the daemon works meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstored_client.failures import CANCELLED
+from kvstored_client.local.errors import StepError
+from kvstored_client.local.grants import Grant, Granted
+from kvstored_client.local.link import Link, Request
+from kvstored_client.local.maps import Rows, resolve
+from kvstored_client.proto import kvstore_pb2 as pb
+from kvstored_client.proto.local import Flag, Kind
+from kvstored_client.steps import Acquire, Download, remaining_ms
+from kvstored_client.stopping import StopFlag
+
+MAX_WINDOW_BYTES = 256 << 20
+_KEY_BYTES = 32
+_LAST = int(Flag.LAST)
+
+
+class Acquiring:
+    """One Acquire under way. `rows` gives what comes; `states` is there afterwards."""
+
+    def __init__(
+        self, link: Link, request: pb.AcquireRequest, deadline: float, stop: StopFlag | None
+    ) -> None:
+        """Send it. Raises StepError."""
+        self._link = link
+        self._deadline = deadline
+        self.grant = Grant(link)
+        self.states = b""
+        request.lease_id = self.grant.id
+        request.ctx.deadline_ms = remaining_ms(deadline)
+        try:
+            self._request: Request = link.begin(
+                Kind.ACQUIRE, request.SerializeToString(), deadline, stop
+            )
+        except BaseException:
+            self.grant.end()
+            raise
+
+    def rows(self) -> Iterator[Rows]:
+        """Answer by answer, up to the last. Raises StepError and GarbageError."""
+        while True:
+            frame = self._link.wait(self._request, self._deadline)
+            reply = pb.AcquireReply.FromString(frame.body)
+            if reply.indices:
+                rows = resolve(self._link.segments, reply)
+                self.grant.mappings += rows.mappings
+                yield rows
+            if frame.flags & _LAST:
+                self.states = reply.states
+                return
+
+    def finish(self) -> None:
+        """Nothing more is waited for. What was granted stays so until the grant ends."""
+        self._link.finish(self._request)
+
+    def close(self) -> None:
+        """Nothing of it is looked at any more; what is still on its way is void."""
+        self.finish()
+        self.grant.end()
+
+
+def acquire(link: Link, step: Acquire, stop: StopFlag | None) -> Granted:
+    """Run an Acquire step. Raises StepError and GarbageError."""
+    under_way = Acquiring(link, step.request, step.deadline, stop)
+    try:
+        came = list(under_way.rows())
+    except BaseException:
+        under_way.close()
+        raise
+    under_way.finish()
+    return Granted(
+        under_way.grant,
+        _column([rows.indices for rows in came]),
+        np.concatenate([rows.addresses for rows in came]) if came else np.zeros(0, np.int64),
+        _column([rows.lengths for rows in came]),
+        np.frombuffer(b"".join(rows.tiers for rows in came), np.uint8),
+        under_way.states,
+    )
+
+
+def _column(pieces: list[list[int]]) -> NDArray[np.int64]:
+    return np.array([value for piece in pieces for value in piece], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Part of a get: its request, the number of its first object, and the bytes it may have."""
+
+    request: pb.AcquireRequest
+    first: int
+    nbytes: int
+
+
+def windows(request: pb.GetRequest, chunk_bytes: int, max_bytes: int) -> list[Window]:
+    """A get as acquires of at most `max_bytes`, where it may be cut at all."""
+    run = request.run
+    count = len(run.keys) // _KEY_BYTES
+    step = max(1, max_bytes // chunk_bytes) if chunk_bytes else count
+    if step >= count:
+        whole = pb.AcquireRequest(ctx=request.ctx, run=run)
+        return [Window(whole, 0, chunk_bytes * count or max_bytes)]
+    found = []
+    for at in range(0, count, step):
+        stop = min(at + step, count)
+        piece = pb.ChunkRun(
+            namespace=run.namespace,
+            family=run.family,
+            keys=run.keys[at * _KEY_BYTES : stop * _KEY_BYTES],
+            start=run.start + at,
+            parent=run.keys[(at - 1) * _KEY_BYTES : at * _KEY_BYTES] if at else run.parent,
+            end_token=run.end_token if stop == count else 0,  # inner chunks are never short
+            parts=run.parts,
+        )
+        acquire_request = pb.AcquireRequest(ctx=request.ctx, run=piece)
+        found.append(Window(acquire_request, at * len(run.parts), chunk_bytes * (stop - at)))
+    return found
+
+
+class Copying:
+    """One get under way."""
+
+    def __init__(self, link: Link, step: Download, stop: StopFlag | None) -> None:
+        self._link = link
+        self._step = step
+        self._stop = stop
+        most = min(MAX_WINDOW_BYTES, link.opened.max_leased_bytes // 4)
+        self._todo = windows(step.request, step.chunk_bytes, most)
+        self._open: list[tuple[Acquiring, Window]] = []
+
+    def run(self) -> None:
+        """Raises StepError and GarbageError; what was copied until then is good."""
+        self._step.receiver.restart()
+        states = []
+        try:
+            while self._todo or self._open:
+                if not self._open:
+                    self._link.budget.take(self._todo[0].nbytes, self._check, self._step.deadline)
+                    self._begin()
+                ahead = self._todo and self._link.has_room()
+                if ahead and self._link.budget.try_take(self._todo[0].nbytes):
+                    self._begin()
+                states.append(self._copy())
+            self._step.receiver.finish(b"".join(states))
+        finally:
+            while self._open:
+                self._end()
+
+    def _check(self) -> None:
+        self._link.check(self._stop, self._step.deadline)
+
+    def _begin(self) -> None:
+        """Ask for the next window, whose bytes are taken off the budget."""
+        window = self._todo.pop(0)
+        try:
+            under_way = Acquiring(self._link, window.request, self._step.deadline, self._stop)
+        except BaseException:
+            self._link.budget.give(window.nbytes)
+            raise
+        self._open.append((under_way, window))
+
+    def _end(self) -> None:
+        """Give the oldest window back."""
+        under_way, window = self._open.pop(0)
+        try:
+            under_way.close()
+        finally:
+            self._link.budget.give(window.nbytes)
+
+    def _copy(self) -> bytes:
+        """Copy the oldest window, and give it back. Its states."""
+        under_way, window = self._open[0]
+        take = self._step.receiver.take_rows
+        enough = self._enough()
+        for rows in under_way.rows():
+            first = window.first
+            indices = [first + i for i in rows.indices] if first else rows.indices
+            if not take(indices, rows.addresses, rows.lengths, rows.checksums, rows.tiers, enough):
+                self._check()
+                raise StepError(CANCELLED)
+        self._end()
+        return under_way.states
+
+    def _enough(self) -> Callable[[], bool]:
+        """Whether to stop copying: asked between pieces of it."""
+        link, stop, deadline = self._link, self._stop, self._step.deadline
+
+        def enough() -> bool:
+            if stop is not None and stop.is_set():
+                return True
+            return link.closing or time.monotonic() >= deadline
+
+        return enough

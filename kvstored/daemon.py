@@ -25,6 +25,7 @@ from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_server import GrpcServer
 from kvstored.server.http import Health, HttpServer
 from kvstored.server.local.figures import LocalFigures
+from kvstored.server.local.listener import LocalServer
 from kvstored.server.metrics import (
     CallAccounts,
     MetricsCollector,
@@ -68,6 +69,7 @@ class Daemon:
         self._store: Store | None = None
         self._opened = False
         self._grpc: GrpcServer | None = None
+        self._local: LocalServer | None = None
         self._http: HttpServer | None = None
         self._started_s = time.time()
         self.phase = "starting"
@@ -153,6 +155,7 @@ class Daemon:
             salts,
             limits=assembly.build_limits(settings),
             durable=settings.nvme.enabled,
+            local=settings.local.enabled,
             observer=CallAccounts(self._store.accounts),
         )
         process.prepare_socket_directory(settings.listen.unix.parent, "listen.unix")
@@ -163,6 +166,11 @@ class Daemon:
             unix_path=settings.listen.unix,
             tcp_address=str(tcp) if tcp else None,
         )
+        if settings.local.enabled:
+            # Before gRPC: whoever finds the one socket must find the other.
+            local = LocalServer(dispatcher, self._loop, settings.listen.unix, self._store.ram)
+            await local.start()
+            self._local = local
         port = await grpc.start()
         self._grpc = grpc  # one that could not start has left nothing to stop
         self.phase = "ready"
@@ -207,6 +215,8 @@ class Daemon:
             # Half of the time for calls, the rest for writing: the flush goes on meanwhile.
             await self._step("drain", self._grpc.drain(self._left_s() / 2))
             await self._step("close listeners", self._grpc.stop(min(5.0, self._left_s() / 2)))
+        if self._local is not None:
+            await self._step("end local sessions", self._local.stop(min(5.0, self._left_s() / 2)))
         if self._store is not None and self._opened:
             report = await self._step("close store", self._store.close(0.9 * self._left_s()))
             if report is None:
@@ -270,7 +280,7 @@ class Daemon:
         if store is None:
             return Snapshot()
         not_written = store.writer.not_written if store.writer is not None else {}
-        local = LocalFigures()
+        local = self._local.figures() if self._local is not None else LocalFigures()
         return take_snapshot(
             store.accounts, store.status(), not_written, local, RamFigures.of(store.ram)
         )

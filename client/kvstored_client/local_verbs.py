@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstored_client.buffers import Regions
 from kvstored_client.calling import MAX_TTL_MS, choice
 from kvstored_client.config import CallOptions, checked_uint
 from kvstored_client.errors import BufferCountError, BufferSizeError
@@ -16,6 +15,7 @@ from kvstored_client.failures import NOT_LOCAL, Failure, GarbageError
 from kvstored_client.identity import Prefix
 from kvstored_client.local.grants import Grant, Granted, Held, Reserved
 from kvstored_client.local.lease import Hold, Lease
+from kvstored_client.local.leasing import Leasing
 from kvstored_client.objects import (
     Cut,
     ObjectTable,
@@ -30,7 +30,6 @@ from kvstored_client.objects import (
 from kvstored_client.payload_verbs import DURABILITIES, WHEN_FULL, PayloadVerbs
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
-from kvstored_client.receiving import Receipt
 from kvstored_client.results import MatchResult, PutResult
 from kvstored_client.sending import PutReceipt
 from kvstored_client.session import Session
@@ -38,9 +37,6 @@ from kvstored_client.steps import Acquire, Answer, Commit, Reserve, Unary, Verb,
 from kvstored_client.steps import Hold as HoldStep
 
 _ALIGNMENT = 4096
-_NOWHERE = Regions(
-    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64), []
-)
 
 
 class LocalVerbs(PayloadVerbs):
@@ -60,7 +56,7 @@ class LocalVerbs(PayloadVerbs):
         start, stop = checked_range(checked_prefix(prefix), start, stop)
         table = get_table(prefix, start, stop, checked_parts(prefix.family, parts))
         context, deadline = self.opening(options, self.timeouts.get_s)
-        leasing = _Leasing(table)
+        leasing = Leasing(table)
         if not len(table.want):
             return leasing.lease()
 
@@ -77,7 +73,7 @@ class LocalVerbs(PayloadVerbs):
                     return failure
             return None
 
-        leasing.receipt.failure = yield from self.keeper.with_family(
+        leasing.failure = yield from self.keeper.with_family(
             prefix.family, context, deadline, attempt
         )
         return leasing.lease()
@@ -210,49 +206,6 @@ class LocalVerbs(PayloadVerbs):
             hold.release()
             return result
         return replace(result, hold=hold) if grants else result
-
-
-class _Leasing:
-    """What a whole acquire has brought so far."""
-
-    def __init__(self, table: ObjectTable) -> None:
-        self.receipt = Receipt.empty(table, _NOWHERE)
-        self.grants: list[Grant] = []
-        self._table = table
-        self._addresses = np.zeros(len(table.want), np.int64)
-        self._owners = np.zeros(len(table.want), np.int64)
-
-    def take(self, cut: Cut, granted: Granted) -> Failure | None:
-        """Note the answer to one request, if it is what was asked for."""
-        table, indices = self._table, granted.indices
-        asked = np.asarray(table.numbers(cut), np.int64)
-        try:
-            if len(granted.states) != cut.stop - cut.start:
-                raise GarbageError(
-                    f"{len(granted.states)} states for {cut.stop - cut.start} chunks"
-                )
-            if len(indices) and ((np.diff(indices) <= 0).any() or indices[-1] >= len(asked)):
-                raise GarbageError("leased objects are out of order or were not asked for")
-            numbers = asked[indices]
-            most, exact = table.want.nbytes[numbers], table.want.exact[numbers]
-            lengths = granted.lengths
-            wrong = (lengths != most) & (exact | (lengths > most))
-            if (numbers < 0).any() or wrong.any():
-                raise GarbageError("a leased object has another length than its part declares")
-        except GarbageError as error:
-            granted.grant.end()
-            return error.failure()
-        self.receipt.lengths[numbers] = lengths
-        self.receipt.tiers[numbers] = np.where(granted.tiers <= 3, granted.tiers, 0)
-        self.receipt.merge_states(cut.start - table.start, granted.states)
-        self._addresses[numbers] = granted.addresses
-        self._owners[numbers] = len(self.grants)
-        self.grants.append(granted.grant)
-        return None
-
-    def lease(self) -> Lease:
-        """The verb's answer."""
-        return Lease(self._table, self.receipt.result(), self.grants, self._addresses, self._owners)
 
 
 def _failure(answer: Answer) -> Failure:

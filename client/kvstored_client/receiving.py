@@ -147,9 +147,9 @@ class GetReceiver:
 
     def take_rows(
         self,
-        indices: Sequence[int],
+        indices: Sequence[int] | NDArray[np.int64],
         addresses: NDArray[np.int64],
-        lengths: Sequence[int],
+        lengths: Sequence[int] | NDArray[np.int64],
         checksums: bytes,
         tiers: bytes,
         stop: Callable[[], bool],

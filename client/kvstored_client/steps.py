@@ -42,9 +42,9 @@ class Receiver(Protocol):
 
     def take_rows(
         self,
-        indices: Sequence[int],
+        indices: Sequence[int] | NDArray[np.int64],
         addresses: NDArray[np.int64],
-        lengths: Sequence[int],
+        lengths: Sequence[int] | NDArray[np.int64],
         checksums: bytes,
         tiers: bytes,
         stop: Callable[[], bool],

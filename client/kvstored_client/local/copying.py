@@ -82,16 +82,18 @@ def acquire(link: Link, step: Acquire, stop: StopFlag | None) -> Granted:
     under_way.finish()
     return Granted(
         under_way.grant,
-        _column([rows.indices for rows in came]),
-        np.concatenate([rows.addresses for rows in came]) if came else np.zeros(0, np.int64),
-        _column([rows.lengths for rows in came]),
-        np.frombuffer(b"".join(rows.tiers for rows in came), np.uint8),
+        _joined([rows.indices for rows in came]),
+        _joined([rows.addresses for rows in came]),
+        _joined([rows.lengths for rows in came]),
+        np.frombuffer(b"".join([rows.tiers for rows in came]), np.uint8),
         under_way.states,
     )
 
 
-def _column(pieces: list[list[int]]) -> NDArray[np.int64]:
-    return np.array([value for piece in pieces for value in piece], np.int64)
+def _joined(pieces: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +186,7 @@ class Copying:
         take = self._step.receiver.take_rows
         enough = self._enough()
         for rows in under_way.rows():
-            first = window.first
-            indices = [first + i for i in rows.indices] if first else rows.indices
+            indices = rows.indices + window.first
             if not take(indices, rows.addresses, rows.lengths, rows.checksums, rows.tiers, enough):
                 self._check()
                 raise StepError(CANCELLED)

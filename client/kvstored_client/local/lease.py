@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
@@ -13,7 +14,21 @@ from numpy.typing import DTypeLike, NDArray
 from kvstored_client.errors import LeaseEndedError, LeaseInUseError, NotLeasedError
 from kvstored_client.local.grants import Extent, Grant
 from kvstored_client.objects import ObjectTable
-from kvstored_client.results import GetResult, States
+from kvstored_client.results import States, tier_name
+
+
+@dataclass(slots=True, eq=False)
+class Contents:
+    """Per object of `table`, shape [objects]: length, TierKind, address (0: not leased), and the
+    number of its grant in `grants`.
+    """
+
+    table: ObjectTable
+    lengths: NDArray[np.int64]
+    tiers: NDArray[np.uint8]
+    grants: list[Grant]
+    addresses: NDArray[np.int64]
+    owners: NDArray[np.int64]
 
 
 class Lease:
@@ -25,32 +40,29 @@ class Lease:
     gone. `with` releases at its end.
 
     `chunks` (and `len`): how many leading chunks can be used, as GetResult.chunks. `states`: one
-    per chunk. `bytes_by_tier`: from where it came. `reason`, `detail`: why it ends there; reason
+    per chunk. `reason`, `detail`: why it ends there; reason
     "not_local" if the daemon is not on this node. A lease is its process's own: in a forked child
     there is nothing at these addresses.
     """
 
     def __init__(
-        self,
-        table: ObjectTable,
-        result: GetResult,
-        grants: list[Grant],
-        addresses: NDArray[np.int64],
-        owners: NDArray[np.int64],
+        self, contents: Contents, chunks: int, states: States, reason: str = "", detail: str = ""
     ) -> None:
-        """Per object of `table`: its address, 0 if it is not leased, and its grant's number."""
-        self.chunks = result.chunks
-        self.states: States = result.states
-        self.bytes_by_tier: Mapping[str, int] = result.bytes_by_tier
-        self.reason = result.reason
-        self.detail = result.detail
-        self._table = table
-        self._lengths = result.lengths
-        self._grants: list[Grant] | None = grants
-        self._addresses = addresses
-        self._owners = owners
+        self.chunks = chunks
+        self.states = states
+        self.reason = reason
+        self.detail = detail
+        self._contents = contents
+        self._grants: list[Grant] | None = contents.grants
         self._lock = threading.Lock()
         self._views: dict[int, weakref.ref[Extent]] = {}
+
+    @property
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Bytes by the tier that they came from for this lease, by name."""
+        tiers, lengths = self._contents.tiers, self._contents.lengths
+        kinds = (kind for kind in np.unique(tiers[lengths > 0]).tolist() if tier_name(kind))
+        return {tier_name(kind): int(lengths[tiers == kind].sum()) for kind in kinds}
 
     def __len__(self) -> int:
         return self.chunks
@@ -78,19 +90,20 @@ class Lease:
         return flat if shape is None else flat.reshape(shape)
 
     def _bytes(self, chunk: int, part: str | None) -> NDArray[np.uint8]:
-        number = object_number(self._table, chunk, part)
+        contents = self._contents
+        number = object_number(contents.table, chunk, part)
         with self._lock:
             if self._grants is None:
                 raise LeaseEndedError("the lease was released")
-            address = int(self._addresses[number])
+            address = int(contents.addresses[number])
             if not address:
-                raise NotLeasedError(f"{self._table.want.names[number]} is not held")
+                raise NotLeasedError(f"{contents.table.want.names[number]} is not held")
             known = self._views.get(number)
             extent = known() if known is not None else None
             if extent is None:
-                grant = self._grants[int(self._owners[number])]
+                grant = self._grants[int(contents.owners[number])]
                 check_process(grant)
-                extent = Extent(grant, address, int(self._lengths[number]), writable=False)
+                extent = Extent(grant, address, int(contents.lengths[number]), writable=False)
                 self._views[number] = weakref.ref(extent)
         return np.asarray(extent)
 
@@ -109,9 +122,14 @@ class Lease:
                     f"{live} objects of the lease are being looked at",
                     "drop the views, and arrays made from them, first",
                 )
-            grants, self._grants = self._grants, None
+            grants = self._take_grants()
         for grant in grants:
             grant.end()
+
+    def _take_grants(self) -> list[Grant]:
+        grants, self._grants = self._grants or [], None
+        self._contents.grants = []  # so that views alone keep them
+        return grants
 
     def _live(self) -> int:
         return sum(view() is not None for view in self._views.values())
@@ -126,7 +144,7 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
-            grants, self._grants = self._grants or [], None
+            grants = self._take_grants()
             live = self._live()
         if not live:
             for grant in grants:
@@ -135,7 +153,7 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "released" if self._grants is None else f"{self.chunks} chunks"
-        return f"<Lease of {self._table.prefix!r}: {state}>"
+        return f"<Lease of {self._contents.table.prefix!r}: {state}>"
 
 
 class Hold:

@@ -26,9 +26,9 @@ class Rows:
     bytes; `checksums` 16 bytes and `tiers` 1 byte per row. `mappings` keep the memory mapped.
     """
 
-    indices: list[int]
+    indices: NDArray[np.int64]
     addresses: NDArray[np.int64]
-    lengths: list[int]
+    lengths: NDArray[np.int64]
     checksums: bytes
     tiers: bytes
     mappings: list[Mapping]
@@ -98,34 +98,34 @@ class Table:
 
 def resolve(segments: Table, reply: pb.AcquireReply) -> Rows:
     """The rows of an answer as addresses. Raises GarbageError unless each is within its segment."""
-    indices = list(reply.indices)
-    lengths = list(reply.lengths_bytes)
-    numbers = list(reply.segment_ids)
-    count = len(indices)
-    offsets = np.array(reply.offsets_bytes, np.uint64)
-    whole = len(lengths) == len(numbers) == len(offsets) == len(reply.tiers) == count
+    count = len(reply.indices)
+    columns = (reply.segment_ids, reply.offsets_bytes, reply.lengths_bytes, reply.tiers)
+    whole = all(len(column) == count for column in columns)
     if not whole or len(reply.checksums) != count * _CHECKSUM_BYTES:
         raise GarbageError(f"{count} leased objects with columns of other lengths")
-    ids = set(numbers)
+    try:
+        offsets = np.fromiter(reply.offsets_bytes, np.int64, count)
+        lengths = np.fromiter(reply.lengths_bytes, np.int64, count)
+    except OverflowError as error:
+        raise GarbageError("a leased object of 2^63 bytes, or there") from error
+    ids = set(reply.segment_ids)
     mappings = {number: segments.get(number) for number in ids}
-    sizes: NDArray[np.uint64] | np.uint64
+    sizes: NDArray[np.int64] | int
     bases: NDArray[np.int64] | int
     if len(ids) == 1:
         (mapping,) = mappings.values()
-        sizes, bases = np.uint64(mapping.nbytes), mapping.address
+        sizes, bases = mapping.nbytes, mapping.address
     else:
-        sizes = np.array([mappings[number].nbytes for number in numbers], np.uint64)
+        numbers = list(reply.segment_ids)
+        sizes = np.array([mappings[number].nbytes for number in numbers], np.int64)
         bases = np.array([mappings[number].address for number in numbers], np.int64)
-    ends = np.array(lengths, np.uint64)
-    # Compared without adding: sums of what a peer says may wrap.
-    outside = (ends > sizes) | (offsets > sizes - np.minimum(ends, sizes))
-    if count and (
-        outside.any() or (offsets % np.uint64(OFFSET_ALIGNMENT)).any() or not all(lengths)
-    ):
+    # Subtracted, not added: a sum of what a peer says may wrap.
+    wrong = (lengths > sizes - offsets) | (lengths <= 0) | (offsets & (OFFSET_ALIGNMENT - 1) != 0)
+    if wrong.any():
         raise GarbageError("a leased object lies outside its segment")
     return Rows(
-        indices,
-        offsets.astype(np.int64) + bases,
+        np.fromiter(reply.indices, np.int64, count),
+        offsets + bases,
         lengths,
         reply.checksums,
         reply.tiers,

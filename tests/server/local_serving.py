@@ -51,6 +51,12 @@ class LocalServed:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="verbs", daemon=True)
         self.errors: list[object] = []
+        self.ended: list[tuple[str, str]] = []
+        """Verb and outcome of every call, in the order in which they ended."""
+
+    def call_ended(self, verb: str, outcome: str, seconds: float, tier: str) -> None:
+        """See CallObserver."""
+        self.ended.append((verb, outcome))
 
     def start(self) -> None:
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
@@ -84,7 +90,9 @@ class LocalServed:
                 NamespaceAuth("locked", (token_hash(TOKEN),)),
             ]
         )
-        self.dispatcher = Dispatcher(self.store, auth, SALTS, limits=self._limits, local=True)
+        self.dispatcher = Dispatcher(
+            self.store, auth, SALTS, limits=self._limits, local=True, observer=self
+        )
         unix = self._folder / "k.sock"
         self.server = LocalServer(self.dispatcher, self.loop, unix, self.ram)
         await self.server.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import itertools
 import mmap
 import os
@@ -89,7 +90,11 @@ class LocalWire:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(GIVE_UP_S)
-        self.socket.connect(str(path))
+        try:
+            self.socket.connect(str(path))
+        except OSError:
+            self.socket.close()
+            raise
         self.events: socket.socket | None = None
         self.opened = pb.LocalOpened()
         self.segments: dict[int, mmap.mmap] = {}
@@ -258,6 +263,11 @@ class LocalWire:
         except Ended:
             pass
 
+    def until_gone(self) -> None:
+        """Read on until the daemon has closed the socket."""
+        with contextlib.suppress(ConnectionResetError):  # it did not read all that was sent
+            self.until_ended()
+
     def shut_down(self) -> None:
         """End the session as a client should."""
         self.socket.shutdown(socket.SHUT_RDWR)
@@ -271,10 +281,8 @@ class LocalWire:
             *self.segment_fds.values(),
             *(f for n in self.notices for f in n.fds),
         ]:
-            try:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass
         for mapped in self.segments.values():
             mapped.close()
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from server import local_wire as w
 from server import local_serving as serving
+from server import local_wire as w
 from server.local_serving import MIB, LocalServed, local_serving
 from server.local_wire import LocalWire, Refused
 
@@ -88,7 +88,7 @@ def in_ram(served: LocalServed, count: int, salt: bytes = b"") -> pb.ChunkRun:
     return chunks
 
 
-# ---- release ---------------------------------------------------------------------------------------
+# ---- release -------------------------------------------------------------------------------------
 
 
 def test_a_release_overtakes_grants_on_their_way(
@@ -179,7 +179,7 @@ def test_release_is_idempotent(served: LocalServed, wire: LocalWire) -> None:
     served.becomes(served.nothing_held)
 
 
-# ---- ids -------------------------------------------------------------------------------------------
+# ---- ids -----------------------------------------------------------------------------------------
 
 
 def test_an_id_in_use_is_refused_for_every_use(
@@ -229,7 +229,7 @@ def test_requests_under_way_are_bounded(wire: LocalWire, gate: Gate) -> None:
     assert len(wire.acquire(below(), 5).rows) == BELOW
 
 
-# ---- bounds ----------------------------------------------------------------------------------------
+# ---- bounds --------------------------------------------------------------------------------------
 
 
 def test_a_session_keeps_half_of_the_cap_and_no_more(served: LocalServed, wire: LocalWire) -> None:
@@ -259,7 +259,7 @@ def test_a_namespace_keeps_three_quarters_over_all_sessions(
     served.becomes(lambda: served.server.figures().leased_bytes == CAP // 2)
 
 
-# ---- holds -----------------------------------------------------------------------------------------
+# ---- holds ---------------------------------------------------------------------------------------
 
 
 def hold(wire: LocalWire, chunks: pb.ChunkRun, hold_id: int) -> pb.MatchReply:

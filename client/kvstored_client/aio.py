@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import builtins
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TypeVar, Unpack
+from typing import TypeVar, Unpack, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvstored_client import results
 from kvstored_client.buffers import Buffers
@@ -21,19 +25,52 @@ from kvstored_client.config import (
 )
 from kvstored_client.errors import ClosedError
 from kvstored_client.identity import Prefix
+from kvstored_client.local.grants import Grant
+from kvstored_client.local.lease import Lease
+from kvstored_client.local.slots import Slots
+from kvstored_client.objects import Cut
+from kvstored_client.results import PutResult
+from kvstored_client.sending import PutReceipt
 from kvstored_client.session import SessionKeeper
 from kvstored_client.steps import Verb
-from kvstored_client.transports.nonblocking import AsyncTransport
+from kvstored_client.transports.auto_async import AsyncAutoTransport
 from kvstored_client.verbs import Verbs
 
 _Result = TypeVar("_Result")
 
 
+_Commit = Callable[[Slots, list[tuple[Cut, Grant]], NDArray[np.bool_], str], Awaitable[PutResult]]
+
+
+class AsyncSlots(Slots):
+    """Slots whose `commit` is awaited."""
+
+    def __init__(
+        self,
+        receipt: PutReceipt,
+        lengths: NDArray[np.int64],
+        reservations: list[tuple[Cut, Grant]],
+        addresses: NDArray[np.int64],
+        commit: _Commit,
+    ) -> None:
+        super().__init__(
+            receipt, lengths, reservations, addresses, cast("Callable[..., PutResult]", commit)
+        )
+
+    async def commit(  # type: ignore[override]  # as the whole client is to the blocking one
+        self, indices: Sequence[int] | None = None, durability: str = "accepted"
+    ) -> PutResult:
+        """See Slots.commit."""
+        return await cast("Awaitable[PutResult]", super().commit(indices, durability))
+
+
 class AsyncKVClient:
     """KVClient for asyncio: the same arguments, verbs and promises.
 
-    Belongs to one event loop at a time. A verb that is cancelled has stopped touching the caller's
-    memory when CancelledError leaves it. Does not survive a fork: make another one in the child.
+    On the daemon's own node steps run on threads, through shared memory; elsewhere, and where that
+    cannot be had, on grpc.aio. Belongs to one event loop at a time. A verb that is cancelled has
+    stopped touching the caller's memory when CancelledError leaves it. Does not survive a fork:
+    make another one in the child.
     """
 
     def __init__(
@@ -49,7 +86,7 @@ class AsyncKVClient:
         self.namespace = checked_namespace(namespace)
         context_of({}, tenant)
         keeper = SessionKeeper(self.target, self.namespace, checked_salt(salt))
-        self._transport = AsyncTransport(self.target, checked_token(token))
+        self._transport = AsyncAutoTransport(self.target, self.namespace, checked_token(token))
         self._verbs = Verbs(keeper, self.namespace, tenant, timeouts or Timeouts())
         self._closed = False
         self._calls = 0
@@ -78,9 +115,13 @@ class AsyncKVClient:
         parts: Sequence[str] | None = None,
         mode: str = "prefix",
         depth: str = "node",
+        *,
+        hold: bool = False,
         **options: Unpack[CallOptions],
     ) -> results.MatchResult:
         """See KVClient.match."""
+        if hold:
+            return await self._run(self._verbs.held_match(prefix, parts, mode, depth, options))
         return await self._run(self._verbs.match(prefix, parts, mode, depth, options))
 
     async def get(
@@ -114,6 +155,48 @@ class AsyncKVClient:
         return await self._run(
             self._verbs.put(prefix, views, start, parts, durability, when_full, ttl_ms, options)
         )
+
+    # ---- in the daemon's own memory --------------------------------------------------------------
+
+    async def acquire(
+        self,
+        prefix: Prefix,
+        start: int = 0,
+        stop: int | None = None,
+        parts: Sequence[str] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> Lease:
+        """See KVClient.acquire."""
+        return await self._run(self._verbs.acquire(prefix, start, stop, parts, options))
+
+    async def reserve(
+        self,
+        prefix: Prefix,
+        start: int = 0,
+        stop: int | None = None,
+        parts: Sequence[str] | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        when_full: str = "wait",
+        ttl_ms: int = 0,
+        **options: Unpack[CallOptions],
+    ) -> AsyncSlots:
+        """See KVClient.reserve."""
+        receipt, sizes, reservations, addresses = await self._run(
+            self._verbs.reserve(prefix, start, stop, parts, lengths, when_full, ttl_ms, options)
+        )
+
+        async def commit(
+            slots: Slots,
+            taken: builtins.list[tuple[Cut, Grant]],
+            wanted: NDArray[np.bool_],
+            durability: str,
+        ) -> results.PutResult:
+            return await self._run(
+                self._verbs.commit(slots.receipt, taken, wanted, durability, options)
+            )
+
+        return AsyncSlots(receipt, sizes, reservations, addresses, commit)
 
     # ---- the small verbs -------------------------------------------------------------------------
 

@@ -161,6 +161,14 @@ class LocalWire:
                 return got
             self.obey(got)
 
+    def outcome(self, request_id: int) -> int:
+        """The ErrorCode of the next answer; 0: none."""
+        try:
+            self.answer(request_id)
+        except Refused as error:
+            return error.code
+        return 0
+
     def obey(self, notice: Got) -> None:
         """Map a segment; keep RING and AREA for the test."""
         assert notice.request_id == 0

@@ -84,7 +84,7 @@ class Leasing:
         states = self._answers[0][1]
         if len(states) != table.chunks or len(table.want) != table.chunks * len(table.parts):
             return False
-        return 0 < min(states) and max(states) <= _SLOWEST_TIER and bool(self._addresses.all())
+        return min(states) > 0 and max(states) <= _SLOWEST_TIER and bool(self._addresses.all())
 
     def lease(self) -> Lease:
         """The verb's answer."""

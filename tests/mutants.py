@@ -79,7 +79,7 @@ MUTANTS = (
         "accounts counted from zero after a restart",
         "kvstored/store/recovery.py",
         "    residency.place_object(ns, row, tier, place)\n",
-        "    index.set_place(row, tier, place)\n    ns.lru[tier].add(chunk)\n",
+        "    index.set_place(row, tier, place)\n",
         ("tests/store/test_store_nvme.py",),
     ),
     Mutant(

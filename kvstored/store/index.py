@@ -13,7 +13,7 @@ adopted when the parent comes. All methods belong to the verbs' loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,17 @@ _OBJECT_BITS = ONE_OBJECT | (1 << TIERS_SHIFT) - 1
 _FREE = 0xFFFF_FFFF  # family of a row that is no chunk
 
 
+def _ignore(chunk: int) -> None:
+    """Nobody asks."""
+
+
 class ChunkIndex:
     """The chunks of one namespace by key, their objects, and the trees they form.
 
     `brief` says of a chunk what most look-ups need, in 64 bits: 0 to 31 length of its only object
     in bytes, 32 to 47 that object's part, 48 to 55 the chunk's tiers (TIER_BIT), 56 whether it has
-    exactly one object (else 0 to 47 are 0), 57 whether it has an expiry.
+    exactly one object (else 0 to 47 are 0), 57 whether it has an expiry. `tick` says how late it
+    was used; a chunk that leaves a tier hands its tick up, see `lru`.
     """
 
     def __init__(self) -> None:
@@ -83,6 +88,8 @@ class ChunkIndex:
         )
         self.children: dict[TierKind, memoryview[int]] = {}
         self.place: dict[TierKind, memoryview[int]] = {}
+        # Told of a resident chunk that has no resident child (any more): by tier, set by its LRU.
+        self.on_leaf: dict[TierKind, Callable[[int], None]] = dict.fromkeys(TIERS, _ignore)
         self._bind_chunks()
         self._bind_objects()
 
@@ -225,8 +232,16 @@ class ChunkIndex:
             self.first_child[parent] = after
         for tier in TIERS:
             if self.tiers[chunk] & TIER_BIT[tier]:
-                self.children[tier][parent] -= 1
+                self._child_left(parent, chunk, tier)
         self.parent[chunk] = NONE
+
+    def _child_left(self, parent: int, chunk: int, tier: TierKind) -> None:
+        """A resident child has left a tier: what was used as late as it was its parent, too."""
+        self.children[tier][parent] -= 1
+        if self.tick[parent] < self.tick[chunk]:
+            self.tick[parent] = self.tick[chunk]
+        if not self.children[tier][parent] and self.tiers[parent] & TIER_BIT[tier]:
+            self.on_leaf[tier](parent)
 
     def remove_chunk(self, chunk: int) -> None:
         """Forget a chunk that has no objects any more. Its children become orphans."""
@@ -243,7 +258,7 @@ class ChunkIndex:
                 del self._orphans[parent_key]
         self._keys.remove(chunk)
         self.family[chunk] = _FREE
-        self.brief[chunk] = 0
+        self.brief[chunk] = self.tick[chunk] = 0
         self._chunks.free(chunk)
 
     def child_rows(self, chunk: int) -> Iterator[int]:
@@ -346,6 +361,11 @@ class ChunkIndex:
         self.tiers[chunk] ^= bit
         self.brief[chunk] ^= bit << TIERS_SHIFT
         parent = self.parent[chunk]
-        if parent != NONE:
-            self.children[tier][parent] += 1 if now else -1
+        if now:
+            if parent != NONE:
+                self.children[tier][parent] += 1
+            if not self.children[tier][chunk]:
+                self.on_leaf[tier](chunk)
+        elif parent != NONE:
+            self._child_left(parent, chunk, tier)
         return True

@@ -10,7 +10,6 @@ from kvstored.store.ghosts import Ghosts
 from kvstored.store.holds import Holds
 from kvstored.store.index import NONE, TIERS, ChunkIndex
 from kvstored.store.lru import LeafLru
-from kvstored.tiers.base import TierKind
 
 MAX_PINNED_CHUNKS = 65536
 
@@ -23,7 +22,7 @@ class Namespace:
         self.number = number
         self.default_ttl_ms = default_ttl_ms
         self.index = ChunkIndex()
-        self.lru: dict[TierKind, LeafLru] = {tier: LeafLru() for tier in TIERS}
+        self.lru = {tier: LeafLru(self.index, tier) for tier in TIERS}
         self.ghosts = Ghosts()
         self.families = Families(name)
         self.tenants: list[str] = []

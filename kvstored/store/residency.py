@@ -9,6 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstored.store.accounting import Accounts
 from kvstored.store.index import NONE, TIER_BIT, TIERS
 from kvstored.store.namespace import Namespace
@@ -40,22 +43,15 @@ class Residency:
 
     # -- recency -------------------------------------------------------------------------------
 
-    def _bump(self, ns: Namespace, chunk: int) -> None:
-        self._tick += 1
-        ns.index.tick[chunk] = self._tick
-        held = ns.index.tiers[chunk]
-        for tier in TIERS:
-            if held & TIER_BIT[tier]:
-                ns.lru[tier].touch(chunk)
-
-    def touch(self, ns: Namespace, chunks: Sequence[int]) -> None:
-        """Mark a run of chunks (in prefix order) and everything above it as just used."""
-        if not chunks:
-            return
-        for chunk in reversed(chunks):
-            self._bump(ns, chunk)
-        for chunk in ns.index.ancestors(chunks[0]):
-            self._bump(ns, chunk)
+    def touch(self, ns: Namespace, chunks: NDArray[np.int32] | Sequence[int]) -> None:
+        """Mark a run of chunks (rows in prefix order) as just used. What is above them counts as
+        used when they leave.
+        """
+        count = len(chunks)
+        if count:
+            self._tick += count
+            ticks = np.frombuffer(ns.index.tick, np.uint64)
+            ticks[chunks] = np.arange(self._tick - count + 1, self._tick + 1, dtype=np.uint64)[::-1]
 
     # -- coming and going ----------------------------------------------------------------------
 
@@ -63,8 +59,11 @@ class Residency:
         """The object is readable in a tier at a place from now on."""
         index = ns.index
         chunk = index.object_chunk[row]
-        if index.set_place(row, tier, place):
-            ns.lru[tier].add(chunk)
+        bit = TIER_BIT[tier]
+        if not index.tick[chunk] or (tier is TierKind.RAM and not index.tiers[chunk] & bit):
+            self._tick += 1  # who brings a chunk into RAM is about to use it
+            index.tick[chunk] = self._tick
+        index.set_place(row, tier, place)
         self._charge(ns, row, tier, 1)
 
     def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
@@ -72,9 +71,7 @@ class Residency:
         index = ns.index
         place = index.place[tier][row]
         self._charge(ns, row, tier, -1)
-        chunk = index.object_chunk[row]
-        if index.set_place(row, tier, NONE):
-            ns.lru[tier].remove(chunk)
+        index.set_place(row, tier, NONE)
         gone = self.accounts.evicted[ns.name, TIER_LABEL[tier], reason]
         gone.add(1, 0, index.object_length[row])
         return place

@@ -87,7 +87,8 @@ class Room:
                     return places
                 missing = lengths[len(places) :]
                 scope = ns if refusal is NoRoom.NAMESPACE else None
-                if refusal in (NoRoom.NEVER, NoRoom.DOWN) or not self._evict(tier, scope, missing):
+                hopeless = refusal in (NoRoom.NEVER, NoRoom.DOWN, NoRoom.PENDING)
+                if hopeless or not self._evict(tier, scope, missing):
                     return [*places, *([refusal] * len(missing))]
                 try:
                     await self._trash.flush(tier)
@@ -100,28 +101,29 @@ class Room:
     def _evict(self, tier: TierKind, scope: Namespace | None, lengths: Sequence[int]) -> bool:
         """Evict leaves until the lengths' worth of bytes is freed. False: nothing could be."""
         wanted = sum(self._tiers[tier].charge_bytes(length) for length in lengths)
+        among = list(self._namespaces.values()) if scope is None else [scope]
         freed = 0
-        while freed < wanted:
-            ns, chunk = self._victim(tier, scope)
-            if ns is None:
-                break
-            freed += self._residency.evict_chunk(ns, chunk, tier)
+        try:
+            while freed < wanted:
+                ns, chunk = self._victim(tier, among)
+                if ns is None:
+                    break
+                freed += self._residency.evict_chunk(ns, chunk, tier)
+        finally:
+            for ns in among:
+                ns.lru[tier].put_back()
         return freed > 0
 
-    def _victim(self, tier: TierKind, scope: Namespace | None) -> tuple[Namespace | None, int]:
+    def _victim(self, tier: TierKind, among: Sequence[Namespace]) -> tuple[Namespace | None, int]:
         best: Namespace | None = None
         best_chunk = NONE
-        for ns in (scope,) if scope is not None else self._namespaces.values():
-            chunk = ns.lru[tier].victim(partial(self._evictable, ns, tier))
+        for ns in among:
+            chunk = ns.lru[tier].victim(partial(self._kept, ns, tier))
             if chunk == NONE:
                 continue
             if best is None or ns.index.tick[chunk] < best.index.tick[best_chunk]:
                 best, best_chunk = ns, chunk
         return best, best_chunk
 
-    def _evictable(self, ns: Namespace, tier: TierKind, chunk: int) -> bool:
-        return (
-            not ns.index.children[tier][chunk]
-            and not ns.pinned(chunk)
-            and not self._busy(ns, chunk, tier)
-        )
+    def _kept(self, ns: Namespace, tier: TierKind, chunk: int) -> bool:
+        return ns.pinned(chunk) or self._busy(ns, chunk, tier)

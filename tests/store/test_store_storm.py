@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ async def one_client(c: Client, seed: int, operations: int) -> int:
     return read
 
 
+def passed_over(seen: list[int], chunk: int) -> bool:
+    seen.append(chunk)
+    return True
+
+
 def check_figures(store: Store) -> None:
     """Index, recency, accounts and tiers must tell the same story."""
     for tier_kind, tier in store.tiers.items():
@@ -79,7 +85,11 @@ def check_figures(store: Store) -> None:
         for ns in store.namespaces.values():
             rows = [row for row in range(ns.index.chunk_rows) if ns.index.held(row)]
             resident = [r for r in rows if ns.index.tiers[r] & (1 << tier_kind.value)]
-            assert sorted(ns.lru[tier_kind].from_oldest()) == sorted(resident)
+            leaves = [r for r in resident if not ns.index.children[tier_kind][r]]
+            seen: list[int] = []
+            assert ns.lru[tier_kind].victim(partial(passed_over, seen)) == NONE
+            ns.lru[tier_kind].put_back()
+            assert sorted(seen) == sorted(leaves)
             places = ns.index.place[tier_kind]
             in_index += sum(places[o] != NONE for r in rows for o in ns.index.object_rows(r))
             for row in rows:

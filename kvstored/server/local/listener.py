@@ -168,7 +168,9 @@ class LocalServer:
         connection.setblocking(False)
         try:
             peer = identify(connection)
-        except PeerGoneError:
+        except OSError as error:
+            if not isinstance(error, PeerGoneError):
+                _log.error("a local session cannot be served: %s", error)
             connection.close()
             return
         if peer.pidfd is None and not self._blind:

@@ -6,6 +6,7 @@ Constants: linux/socket.h.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -37,7 +38,7 @@ class Peer:
 def identify(connection: socket.socket) -> Peer:
     """The process that connected a Unix stream socket.
 
-    Raises PeerGoneError when it has ended.
+    Raises PeerGoneError when it has ended, OSError when there is no descriptor left for it.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
@@ -54,5 +55,7 @@ def _pidfd(connection: socket.socket, pid: int) -> int | None:
         return os.pidfd_open(pid)
     except ProcessLookupError as error:
         raise PeerGoneError(f"process {pid} has ended") from error
-    except OSError:
-        return None  # no pidfds here (a filter, or no descriptor left)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None  # no pidfds here

@@ -121,7 +121,9 @@ class Session:
         self.has_room.set()
         self._token: str | None = None
         self._connection = connection
-        self._outbox = Outbox(host.loop, connection, self._client_ended, self._work)
+        self._outbox = Outbox(
+            host.loop, connection, self._client_ended, self._cannot_send, self._work
+        )
         self._inbox = Inbox(
             host.loop, connection, MAX_OPEN_BYTES, self._work, self._client_ended, self._broken
         )
@@ -371,6 +373,13 @@ class Session:
             return
         hint = "mend the client: docs/protocol.md, Local session"
         self.fail(BadRequest(f"not a frame of this protocol: {error}", hint), "broken frame")
+
+    def _cannot_send(self, error: OSError) -> None:
+        if self.state is State.OPENING:
+            self._finish("refused")
+            return
+        hint = "give the daemon more descriptors (LimitNOFILE)"
+        self.fail(ResourceExhausted(f"cannot send: {error.strerror}", hint), "cannot send")
 
     def fail(self, error: KvstoredError, reason: str = "failed") -> None:
         """End the session for the client's view of it. What it has leased stays in place, and

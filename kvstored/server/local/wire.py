@@ -34,7 +34,15 @@ class _Piece:
 
     def keep_fds(self) -> None:
         """The caller's may be closed before these can be sent."""
-        self.fds = tuple(map(os.dup, self.fds))
+        kept: list[int] = []
+        try:
+            for fd in self.fds:
+                kept.append(os.dup(fd))  # noqa: PERF401 - those made before one fails are closed
+        except OSError:
+            for fd in kept:
+                os.close(fd)
+            raise
+        self.fds = tuple(kept)
         self.owned = True
 
     def drop_fds(self) -> None:
@@ -45,8 +53,9 @@ class _Piece:
 
 
 class Outbox:
-    """The sending half. `on_gone` is called when the peer takes nothing for good, `on_room` when
-    all has been sent after something had to wait.
+    """The sending half. `on_gone` is called when the peer has closed its side, `on_failed(error)`
+    when something cannot be sent although it has not, `on_room` when all has been sent after
+    something had to wait.
     """
 
     def __init__(
@@ -54,11 +63,13 @@ class Outbox:
         loop: asyncio.AbstractEventLoop,
         connection: socket.socket,
         on_gone: Callable[[], None],
+        on_failed: Callable[[OSError], None],
         on_room: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._socket = connection
         self._on_gone = on_gone
+        self._on_failed = on_failed
         self._on_room = on_room
         self._pieces: deque[_Piece] = deque()
         self._closed = False
@@ -81,7 +92,10 @@ class Outbox:
         self.queued_bytes += len(data)
         self.flush()
         if piece.fds:
-            piece.keep_fds()
+            try:
+                piece.keep_fds()
+            except OSError as error:
+                self._fail(error)
 
     def flush(self) -> None:
         """Send what the peer takes now; the rest follows by itself."""
@@ -92,9 +106,15 @@ class Outbox:
             if self.stuck_since is None:
                 self.stuck_since = self._loop.time()
                 self._loop.add_writer(self._socket.fileno(), self._writable)
-        except OSError:
+        except (BrokenPipeError, ConnectionResetError):
             self.close()
             self._on_gone()
+        except OSError as error:  # too many descriptors in flight, and the like
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.close()
+        self._on_failed(error)
 
     def close(self) -> None:
         """Forget what was not sent; nothing more is. The socket stays the caller's. Idempotent."""

@@ -40,7 +40,9 @@ class Leasing:
             numbers = self._numbers(cut, granted)
         except GarbageError as error:
             granted.grant.end()
-            return error.failure()
+            failure = error.failure()
+            granted.grant.link.end(failure)  # what else it says is not to be trusted either
+            return failure
         self._lengths[numbers] = granted.lengths
         self._tiers[numbers] = granted.tiers
         self._addresses[numbers] = granted.addresses

@@ -112,7 +112,7 @@ class LocalTransport:
     def close(self) -> None:
         """End running steps (they fail as CLOSED). The session lasts until no view of it lives."""
         self._closed = True
-        link = self._link
+        link, self._link = self._link, None
         if link is not None:
             link.end(CLIENT_CLOSED, mute=False)
 
@@ -162,7 +162,7 @@ class LocalTransport:
         finally:
             self._opening.release()
         if self._is_closed():  # meanwhile
-            link.end(CLIENT_CLOSED, mute=False)
+            self.close()
         return link, True
 
 

@@ -194,6 +194,8 @@ class Pool:
     def _take(self, job: Job[object]) -> None:
         del self._queued[job]
         self._running.add(job)
+        if not self._queued:
+            self._due.notify()  # nothing is due: that thread may go
 
     def _queue(self, job: Job[object]) -> bool:
         """Whether there is a thread to run it some time."""

@@ -288,12 +288,16 @@ def test_a_dropped_client_leaves_no_threads(
     server: WireServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstored_client.jobs_pool._IDLE_S", 0.01)
-    client = KVClient(server.target)
-    assert client.submit_get(PREFIX, Canary(CHUNKS).into).result().chunks == CHUNKS
+    gate, client = Gate(server, 1), KVClient(server.target)
+    jobs = [client.submit_get(PREFIX, Canary(CHUNKS).into, timeout_s=600) for _ in range(3)]
+    gate.wait()
     mine = [t for t in threading.enumerate() if t.name.startswith("kvstored-job")]
+    assert len(mine) == 3, "two that work, and one that looks after the third job's deadline"
+    gate.go_on.set()
+    assert [job.result().chunks for job in jobs] == [CHUNKS] * 3
     pool = weakref.ref(client._jobs._pool)
     client._transport.close()
-    del client
+    del client, jobs
     for thread in mine:
         thread.join(WAIT_S)
         assert not thread.is_alive()

@@ -51,7 +51,7 @@ def lease_run(
         return None
     tiers = bytes([TierKind.RAM]) * len(places)
     leased = _leased(ram, list(range(len(places))), places, tiers, charged)
-    residency.touch(ns, chunks.tolist())
+    residency.touch(ns, chunks)
     return leased, bytes([TierKind.RAM]) * len(chunks)
 
 

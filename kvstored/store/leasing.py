@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstored.store.api import Grant, Leased, Run
-from kvstored.store.index import NONE
+from kvstored.store.index import EXPIRES, NONE, ONE_OBJECT, PART_SHIFT
 from kvstored.store.namespace import Namespace
 from kvstored.store.reading import GetStream
 from kvstored.store.residency import Residency, now_ms
@@ -20,7 +20,8 @@ from kvstored.tiers.base import ALIGNMENT_BYTES, TierKind, padded_bytes
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
 
-_EXPIRES = np.uint64(1 << 57)  # of ChunkIndex.brief
+_EXPIRES = np.uint64(EXPIRES)
+_ONE_OF_PART = np.uint64(ONE_OBJECT | 0xFFFF << PART_SHIFT)
 
 Rows = NDArray[np.int32]
 
@@ -81,7 +82,7 @@ def _located(
 
 def _expired(ns: Namespace, chunks: Rows) -> bool:
     """Whether the time to live of one of them is over."""
-    limited = chunks[np.frombuffer(ns.index.brief, np.uint64)[chunks] & _EXPIRES != 0]
+    limited = chunks[np.frombuffer(ns.index.brief, np.uint64).take(chunks) & _EXPIRES != 0]
     if not len(limited):
         return False
     return bool((np.frombuffer(ns.index.expires_ms, np.uint64)[limited] <= now_ms()).any())
@@ -90,6 +91,12 @@ def _expired(ns: Namespace, chunks: Rows) -> bool:
 def _objects(ns: Namespace, chunks: Rows, parts: Sequence[int]) -> Rows | None:
     """Object rows, chunk by chunk in the order of `parts`; None if the index lacks one."""
     index = ns.index
+    if len(parts) == 1:
+        # The usual case, seen at a glance: every chunk has one object, and it is of the part.
+        brief = np.frombuffer(index.brief, np.uint64).take(chunks)
+        wanted = np.uint64(ONE_OBJECT | parts[0] << PART_SHIFT)
+        if not ((brief ^ wanted) & _ONE_OF_PART).any():
+            return np.frombuffer(index.first_object, np.int32).take(chunks)
     following = np.frombuffer(index.object_next, np.int32)
     part_of = np.frombuffer(index.object_part, np.uint16)
     columns = {part: column for column, part in enumerate(parts)}

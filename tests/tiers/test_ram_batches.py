@@ -244,3 +244,66 @@ def test_the_table_grows_while_a_traceback_holds_its_columns() -> None:
     assert table.columns.state[rows[0]] == 3, "arrays and columns are the same memory"
     del kept, held
     gc.collect()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(LENGTHS), st.sampled_from([1, 2, 9, 10, 30, 200])), max_size=8
+    ),
+    st.integers(2, 5),
+)
+def test_many_reserved_at_once_are_as_if_one_by_one(
+    calls: list[tuple[int, int]], keep: int
+) -> None:
+    """The same slots, and the same figures, with gaps left by what is given back in between."""
+    many, single = Bookkeeper(Slabs(4 * MIB)), Bookkeeper(Slabs(4 * MIB))
+    for books in (many, single):
+        for length_bytes in LENGTHS:
+            slabs = books.slabs
+            for _ in range(3):
+                slabs.activate(slabs.begin_segment("one", -(-length_bytes // PAGE) * PAGE, 17))
+    held: list[int] = []
+    for length_bytes, count in calls:
+        reserved = many.places.reserve_many("one", length_bytes, count)
+        singly = [single.places.reserve("one", length_bytes) for _ in range(count)]
+        assert reserved.places == [place for place in singly if place is not None]
+        located = [many.places.locate(place) for place in reserved.places]
+        extents = [(s, offset) for s, offsets in reserved.extents for offset in offsets]
+        assert [(where.segment_id, where.offset) for where in located] == extents
+        assert located == [single.places.locate(place) for place in reserved.places]
+        held += reserved.places
+        for place in held[::keep]:
+            many.places.cancel(place)
+            single.places.cancel(place)
+        del held[::keep]
+        for books in (many, single):
+            audit(books.slabs, books.places)
+        assert many.places.charged_bytes == single.places.charged_bytes
+
+
+@pytest.mark.parametrize("count", [3, 200])
+async def test_padding_is_clean_however_many_are_reserved(tier: RamTier, count: int) -> None:
+    lengths = [PAGE + 1] * count + [PAGE] * 2 + [2 * PAGE - 1] * count
+    for _ in range(2):
+        places = await tier.reserve("default", lengths)
+        assert len(places) == len(lengths)
+        for place, length_bytes in zip(places, lengths, strict=True):
+            assert isinstance(place, int)
+            view = tier.view(place, padded=True)
+            assert len(tier.view(place)) == length_bytes
+            assert not any(view[length_bytes:])
+            view[:] = b"\xff" * len(view)
+        tier.cancel([place for place in places if isinstance(place, int)])
+    assert tier.usage().charged_bytes == 0
+
+
+@pytest.mark.parametrize("count", [1, 10])
+async def test_places_come_in_order_up_to_the_first_without_room(tier: RamTier, count: int) -> None:
+    """What comes after it gets none, also where there is a free slot for it."""
+    answers = await tier.reserve("default", [PAGE] * 940)
+    tier.cancel([place for place in answers[:40] if isinstance(place, int)])
+    lengths = [PAGE] * 10 + [2 * MIB] * count + [PAGE] * 10
+    answers = await tier.reserve("default", lengths)
+    assert [isinstance(answer, int) for answer in answers] == [True] * 10 + [False] * (count + 10)
+    assert tier.usage().charged_bytes == 910 * PAGE

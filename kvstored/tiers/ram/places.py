@@ -49,6 +49,14 @@ class Locations:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserved:
+    """Places, and where they lie: per segment, the offsets in bytes, in the same order."""
+
+    places: list[int]
+    extents: list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """One object being copied out of a segment that is to be emptied."""
 
@@ -87,6 +95,26 @@ class Places:
         segment.pinned += 1
         self._charge(segment.namespace, padded_bytes(length_bytes))
         return self._table.place(row)
+
+    def reserve_many(self, namespace: str, length_bytes: int, count: int) -> Reserved:
+        """Places in free slots, charged: as many as there are, at most `count`."""
+        slabs, table = self._slabs, self._table
+        slot_bytes = slabs.slot_bytes(namespace, length_bytes)
+        places: list[int] = []
+        extents: list[tuple[int, list[int]]] = []
+        while len(places) < count:
+            taken = slabs.take_many(namespace, slot_bytes, count - len(places))
+            if taken is None:
+                break
+            segment, slots = taken
+            rows = table.add_many(segment.segment_id, slots, length_bytes)
+            np.frombuffer(segment.owners, np.uint32)[slots] = rows
+            segment.pinned += len(slots)
+            places += table.places(rows)
+            extents.append((segment.segment_id, (slots * slot_bytes).tolist()))
+        if places:
+            self._charge(namespace, len(places) * padded_bytes(length_bytes))
+        return Reserved(places, extents)
 
     def cancel(self, place: int) -> None:
         """Free a reserved place."""

@@ -12,6 +12,9 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstored.tiers.base import ALIGNMENT_BYTES, MAX_OBJECT_BYTES, NoRoom, padded_bytes, piece_count
 
 MAX_SEGMENT_BYTES = MAX_OBJECT_BYTES
@@ -159,6 +162,26 @@ class Slabs:
         if not segment.free:
             del size_class.open[segment.segment_id]
         return segment, slot
+
+    def take_many(
+        self, namespace: str, slot_bytes: int, limit: int
+    ) -> tuple[SlabSegment, NDArray[np.int64]] | None:
+        """Free slots of one segment of that class, up to `limit`, now busy; None when there is
+        none. The caller sets their owners.
+        """
+        space = self.spaces.get(namespace)
+        size_class = space.classes.get(slot_bytes) if space else None
+        segment = size_class.choose() if size_class else None
+        if size_class is None or segment is None:
+            return None
+        busy = np.frombuffer(segment.busy, np.uint8)
+        slots = np.flatnonzero(busy == 0)[:limit]
+        busy[slots] = 1
+        segment.used += len(slots)
+        size_class.free_slots -= len(slots)
+        if not segment.free:
+            del size_class.open[segment.segment_id]
+        return segment, slots
 
     def give(self, segment: SlabSegment, slot: int) -> None:
         """Free a busy slot."""

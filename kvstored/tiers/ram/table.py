@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,19 @@ class PlaceTable:
         self.state[row] = RESERVED
         return row
 
+    def add_many(
+        self, segment: int, slots: NDArray[np.int64], length_bytes: int
+    ) -> NDArray[np.int64]:
+        """Row numbers of new places in state RESERVED, one per slot."""
+        rows = np.fromiter(self._free_rows(len(slots)), np.int64, len(slots))
+        columns = self.columns
+        columns.segment[rows] = segment
+        columns.slot[rows] = slots
+        columns.length_bytes[rows] = length_bytes
+        columns.readers[rows] = 0
+        columns.state[rows] = RESERVED
+        return rows
+
     def remove(self, row: int) -> None:
         """Free a row; the place that named it is stale from now on."""
         self.state[row] = FREE
@@ -88,6 +102,13 @@ class PlaceTable:
     def place(self, row: int) -> int:
         """The place that names a row in use."""
         return self._generation[row] << _ROW_BITS | row
+
+    def places(self, rows: NDArray[np.int64]) -> list[int]:
+        """The places that name rows in use."""
+        places: list[int] = (
+            self.columns.generation[rows].astype(np.int64) << _ROW_BITS | rows
+        ).tolist()
+        return places
 
     def row(self, place: int) -> int:
         """Row of a place. Raises PlaceError when the place was freed or never given."""
@@ -121,6 +142,15 @@ class PlaceTable:
     def set_checksum(self, row: int, checksum: bytes) -> None:
         """Record the object's XXH3-128, 16 bytes."""
         self._checksums[row * CHECKSUM_BYTES : (row + 1) * CHECKSUM_BYTES] = array("B", checksum)
+
+    def _free_rows(self, count: int) -> Iterator[int]:
+        """Rows that are free, taken from the list of them."""
+        for _ in range(count):
+            if self._free_row == _NO_ROW:
+                self._grow()
+            row = self._free_row
+            self._free_row = self.segment[row]
+            yield row
 
     def _grow(self) -> None:
         """More rows, all of them free."""

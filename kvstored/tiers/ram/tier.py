@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvstored.tiers.ram.retirement import Retirement
 from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
 
 _THREADS = 4
+_FEW = 5  # places of one length that are quicker taken one by one than in numpy's steps
 _ZEROS = bytes(4096)
 
 _T = TypeVar("_T")
@@ -164,22 +166,24 @@ class RamTier(Tier):
         cap would hold.
         """
         places: list[int] = []
-        answers: list[int | NoRoom] = []
+        missing = len(lengths_bytes)
         try:
-            for i, length_bytes in enumerate(lengths_bytes):
-                place = self._places.reserve(namespace, length_bytes)
-                if place is None:
-                    grown = await self._grow(namespace, lengths_bytes[i:])
-                    if isinstance(grown, NoRoom):
-                        return [*answers, *[grown] * (len(lengths_bytes) - i)]
-                    place = grown
-                self._clear_padding(place)
-                places.append(place)
-                answers.append(place)
+            while missing:
+                rest = lengths_bytes[-missing:]
+                places += self._take(namespace, rest)
+                missing = len(lengths_bytes) - len(places)
+                if not missing:
+                    break
+                grown = await self._grow(namespace, lengths_bytes[-missing:])
+                if isinstance(grown, NoRoom):
+                    return [*places, *[grown] * missing]
+                self._clear_padding(grown)
+                places.append(grown)
+                missing -= 1
         except BaseException:
             self.cancel(places)
             raise
-        return answers
+        return list(places)
 
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
@@ -295,6 +299,37 @@ class RamTier(Tier):
         published.
         """
         return self._places.checksums(place)
+
+    def _take(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int]:
+        """Places in free slots for the first lengths, up to one for which there is none."""
+        places: list[int] = []
+        for length_bytes, run in groupby(lengths_bytes):
+            count = sum(1 for _ in run)
+            if count < _FEW:
+                if not self._take_few(namespace, length_bytes, count, places):
+                    break
+                continue
+            reserved = self._places.reserve_many(namespace, length_bytes, count)
+            places += reserved.places
+            padding = _ZEROS[: -length_bytes % len(_ZEROS)]
+            for segment_id, offsets in reserved.extents if padding else ():
+                memory = self._growth.memory[segment_id].memory
+                for offset in offsets:
+                    end = offset + length_bytes
+                    memory[end : end + len(padding)] = padding
+            if len(reserved.places) < count:
+                break
+        return places
+
+    def _take_few(self, namespace: str, length_bytes: int, count: int, places: list[int]) -> bool:
+        """The same one by one, for short runs. True: all were had."""
+        for _ in range(count):
+            place = self._places.reserve(namespace, length_bytes)
+            if place is None:
+                return False
+            self._clear_padding(place)
+            places.append(place)
+        return True
 
     def _new_growth(self, hugepages: bool) -> Growth:
         return Growth(self._slabs, self._places, self._pool, self._retirement, hugepages)

@@ -150,10 +150,12 @@ class _Prefixes:
         times = self._settings.rounds
         rounds.rates(get, times, lambda at, flip: self._get_round(get, at, flip), say)
         acquire = self._acquire(params, say)
-        for prefix in self._prefixes:
+        for prefix in self._prefixes[1:]:
             payloads.delete(self._client, prefix)
         put = Case("put", dict(params), "GB/s")
         rounds.rates(put, times, lambda at, flip: self._put_round(put, at, flip), say)
+        payloads.still(str(params["transport"]), self._client, self._prefixes[0])
+        payloads.delete(self._client, self._prefixes[0])
         return [get, put, *acquire]
 
     def _params(self) -> dict[str, Json]:
@@ -161,7 +163,7 @@ class _Prefixes:
             "object_bytes": self._shape.object_bytes,
             "prefix_chunks": self._shape.chunks,
             "prefixes": self._shape.prefixes,
-            "transport": payloads.transport_of(self._client),
+            "transport": payloads.transport_of(self._client, self._prefixes[0]),
             "tier": "ram",
             "threads": 1,
         }

@@ -79,7 +79,7 @@ def run(settings: Settings, say: Say) -> list[Case]:
         memory = Case("index_memory", params, "B/object")
         memory.add(grown / count, float(bare_per_key))
         objects.shuffle(settings.keys)
-        matches = _Matches(settings, client, echo, objects)
+        matches = _Matches(settings, echo, objects)
         idle = matches.measure(0, say)
         busy = _Busy(settings, daemon, matches).measure(say)
         return [*idle, *busy, memory]
@@ -153,6 +153,14 @@ class Objects:
             )
         return took
 
+    def transport(self) -> str:
+        """How the client reaches the daemon."""
+        return payloads.transport_of(self._client, self._prefixes[0])
+
+    def still(self, transport: str) -> None:
+        """Raises BenchError where it is not by that any more."""
+        payloads.still(transport, self._client, self._prefixes[0])
+
     def _foreign(self, hashes: Bytes) -> Prefix:
         packed = hashes.tobytes()
         return self._family.foreign(
@@ -163,9 +171,8 @@ class Objects:
 class _Matches:
     """Rounds of matches and bare look-ups."""
 
-    def __init__(self, settings: Settings, client: KVClient, echo: Echo, objects: Objects) -> None:
+    def __init__(self, settings: Settings, echo: Echo, objects: Objects) -> None:
         self._settings = settings
-        self._client = client
         self._echo = echo
         self._objects = objects
         self._packed = [chosen.tobytes() for chosen in objects.chosen]
@@ -176,6 +183,7 @@ class _Matches:
         self.round(latencies, counts=False)
         for number in range(self._settings.rounds):
             say(f"match, round {number + 1}: {self.round(latencies)}")
+        self.check(latencies)
         return latencies.cases
 
     def latencies(self, busy_sessions: int) -> rounds.Latencies:
@@ -185,9 +193,13 @@ class _Matches:
             "indexed_objects": len(self._objects.hashes),
             "busy_sessions": busy_sessions,
             "samples": self._settings.samples,
-            "transport": payloads.transport_of(self._client),
+            "transport": self._objects.transport(),
         }
         return rounds.Latencies.of("match", params)
+
+    def check(self, latencies: rounds.Latencies) -> None:
+        """Raises BenchError where the client has gone over to another transport meanwhile."""
+        self._objects.still(str(latencies.cases[0].params["transport"]))
 
     def round(self, latencies: rounds.Latencies, *, counts: bool = True) -> str:
         """One round; what it came to, in words."""
@@ -226,6 +238,7 @@ class _Busy:
                 say(f"match, busy, round {number}: {self._matches.round(latencies)}")
                 if time.monotonic() - begin >= self._settings.busy_s:
                     self._read_lag(control, time.monotonic() - begin)
+            self._matches.check(latencies)
             totals = [reader.finish().split() for reader in readers]
         speed = sum(int(nbytes) / float(took_s) for nbytes, took_s, _ in totals) / 1e9
         verified = sum(int(total[2]) for total in totals)

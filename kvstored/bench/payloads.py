@@ -71,10 +71,21 @@ def delete(client: KVClient, prefix: Prefix) -> None:
     client.delete(prefix, timeout_s=TIMEOUT_S)
 
 
-def transport_of(client: KVClient) -> str:
-    """How the client reached the daemon in its last call: "local", "unix" or "tcp"."""
-    over_grpc = "unix" if client.target.startswith("unix:") else "tcp"
-    return str(getattr(client, "transport_name", over_grpc))
+def transport_of(client: KVClient, held: Prefix) -> str:
+    """How the client reaches the daemon: "local", "unix" or "tcp". `held`: something to ask for."""
+    with client.acquire(held, stop=1) as lease:
+        if not lease.reason:
+            return "local"
+        if lease.reason != "not_local":
+            raise BenchError(f"acquire found nothing that is held: {lease.reason} {lease.detail}")
+    return "unix" if client.target.startswith("unix:") else "tcp"
+
+
+def still(transport: str, client: KVClient, held: Prefix) -> None:
+    """Raises BenchError where the client has gone over to another transport meanwhile."""
+    now = transport_of(client, held)
+    if now != transport:
+        raise BenchError(f"the client reached the daemon by {transport} first, by {now} at the end")
 
 
 def chunks_that_fit(wanted: int, bytes_per_chunk: int) -> int:

@@ -99,7 +99,7 @@ class _Payload:
             "object_bytes": self._shape.object_bytes,
             "prefix_chunks": self._shape.chunks,
             "prefixes": self._shape.prefixes,
-            "transport": payloads.transport_of(self._client),
+            "transport": payloads.transport_of(self._client, held[0][0]),
         }
         get, put = Case("get_copy", dict(params), "GB/s"), Case("put", dict(params), "GB/s")
 
@@ -168,7 +168,7 @@ def _match(settings: Settings, client: KVClient, peer: Redis, say: Say) -> list[
         "peer": "redis",
         "keys": settings.keys,
         "indexed_objects": settings.indexed_objects,
-        "transport": payloads.transport_of(client),
+        "transport": objects.transport(),
     }
     latencies = rounds.Latencies.of("match", params)
     # Made before the clock starts, as kvstored's keys are.

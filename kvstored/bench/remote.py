@@ -150,7 +150,6 @@ class _Prefix:
             "object_bytes": object_bytes,
             "prefix_chunks": chunks,
             "frame_bytes": FRAME_BYTES,
-            "transport": payloads.transport_of(client),
             "tier": "ram",
         }
         self._get = Case("get", dict(params), "GB/s")
@@ -160,6 +159,8 @@ class _Prefix:
         """The rounds of get, of one prefix; then those of put, each of a fresh one."""
         prefix = payloads.fresh_prefix(self._family, self._chunks)
         payloads.put(self._client, prefix, self._source)
+        for case in (self._get, self._put):
+            case.params["transport"] = payloads.transport_of(self._client, prefix)
         times = self._settings.rounds
         rounds.rates(self._get, times, lambda _, flip: self._get_round(prefix, flip), say)
         payloads.delete(self._client, prefix)

@@ -45,7 +45,7 @@ def test_peers_print_one_object(
         ("match", 99),
     ]
     for case in cases:
-        assert case["params"]["peer"] == "redis"
+        assert (case["params"]["peer"], case["params"]["transport"]) == ("redis", "local")
         assert case["rounds"] == 5
         assert min(case["value"], case["ceiling"], case["ratio"]) > 0
     assert [case["verified_bytes"] for case in cases[:2]] == [10 << 20] * 2

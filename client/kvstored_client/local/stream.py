@@ -52,9 +52,15 @@ class Stream:
         return self._sock.fileno()
 
     def shutdown(self) -> None:
-        """Tell the peer that this is the end."""
-        with contextlib.suppress(OSError):  # the peer was faster
+        """Tell the peer that this is the end.
+
+        What came and was not read is read first: else the peer would see a connection that was
+        reset, and not one that has ended.
+        """
+        with contextlib.suppress(OSError):  # the peer was faster, or there is no more
             self._sock.shutdown(socket.SHUT_RDWR)
+            while self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT):
+                pass
 
     def close(self) -> None:
         """Without a word: the same socket may be open in another process."""

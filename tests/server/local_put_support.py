@@ -296,16 +296,16 @@ async def rigged(limits: Limits = LIMITS, *, cap_bytes: int = 96 * MIB) -> Async
     )
     try:
         yield rig
-        await rig.session_over()
-        assert staging.footprint_bytes == 0
-        assert staging_maps() == maps
-        assert session.charged_bytes == 0
-        assert dispatcher.open_payload_calls == 0
     finally:
+        await rig.session_over()
         movers.stop()
         await staging.close()
         await supervisor.stop()
         await store.close(5.0)
+    assert staging.footprint_bytes == 0
+    assert staging_maps() == maps
+    assert session.charged_bytes == 0
+    assert dispatcher.open_payload_calls == 0
     assert open_fds() <= fds
 
 

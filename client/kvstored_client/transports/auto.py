@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstored_client.failures import CLIENT_CLOSED, NOT_LOCAL, Failure, FailureKind
+from kvstored_client.local import forking
 from kvstored_client.local.transport import LocalTransport, serves
 from kvstored_client.steps import Acquire, Answer, Commit, Hold, Reserve, Step
 from kvstored_client.stopping import StopFlag
@@ -46,6 +47,7 @@ class AutoTransport:
         if target.startswith(_UNIX):
             path = Path(target.removeprefix(_UNIX))
             self._local = LocalTransport(local_socket_path(path), path, namespace, token)
+        forking.join(self)
 
     def run(self, step: Step, stop: StopFlag | None = None) -> Answer:
         """Run one step to its end; at the latest at its deadline, or soon after `stop` is set.

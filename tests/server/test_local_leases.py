@@ -147,6 +147,27 @@ def test_what_comes_from_below_is_told_as_it_comes(wire: LocalWire, gate: Gate) 
     wire.release(5)
 
 
+def test_a_grant_to_a_released_id_ends_at_once(served: LocalServed, wire: LocalWire) -> None:
+    chunks = in_ram(served, 2)
+    leases = served.look(lambda: [*served.server._sessions][-1].leases)
+    assert leases is not None
+
+    def late() -> bool:
+        grants = leases.begin(5)
+        run_of = served.dispatcher.run_of(chunks, pb.Context())
+        found = served.store.acquire_now(run_of, CAP)
+        assert found is not None
+        assert leases.room(grants, found[0].charged_bytes)
+        leases.release([5])
+        assert not leases.room(grants, 4096)
+        taken = leases.add(grants, found[0])
+        leases.end(5, grants, found[0].charged_bytes)
+        return taken
+
+    assert not served.look(late)
+    served.becomes(served.nothing_held)
+
+
 def test_a_cancelled_acquire_ends_and_keeps_what_it_gave(
     served: LocalServed, wire: LocalWire, gate: Gate
 ) -> None:
@@ -338,6 +359,20 @@ def test_a_hold_released_while_an_acquire_uses_it(
     gate.set()
     assert len(wire.acquired(request_id).rows) == BELOW
     assert held_keys(served) == 0
+
+
+def test_a_hold_released_meanwhile_does_not_come_back(
+    served: LocalServed, wire: LocalWire, gate: Gate
+) -> None:
+    hold(wire, below(), 1)
+    request_id = wire.start_acquire(below(), 2)
+    assert gate.reached.wait(w.GIVE_UP_S)
+    wire.release_quietly(1)
+    wire.send(w.CANCEL, request_id)
+    with pytest.raises(Refused):
+        wire.answer(request_id)
+    assert held_keys(served) == 0
+    gate.set()
 
 
 def test_a_hold_beyond_the_bound_is_refused_and_keeps_nothing(

@@ -51,7 +51,8 @@ MUTANTS = (
         "        self._open[self._next_ticket] = opened\n",
         "        self._open[self._next_ticket] = opened\n"
         "        for o in list(objects):\n"
-        "            self._publish(opened, Received(o.index, bytes(16), b''))\n",
+        "            self._publish(opened, Received(o.index, bytes(16), bytes(8)),\n"
+        "                          ns.index.find_many(offer.run.packed))\n",
         ("tests/store/test_store_ram.py",),
     ),
     Mutant(

@@ -15,6 +15,8 @@ from kvstored_client.proto import kvstore_pb2 as pb
 
 _TIER_NAMES = {int(TierKind.RAM): "ram", int(TierKind.NVME): "nvme", int(TierKind.OBJECT): "object"}
 
+_HELD = bytes(range(FIRST_MISS))
+
 
 def reason_label(state: int) -> str:
     """Metric label of a miss, like "evicted" for MISS_EVICTED."""
@@ -33,11 +35,12 @@ def count_match(accounts: Accounts, run: Run, states: bytes) -> None:
 
 
 def _count_misses(accounts: Accounts, run: Run, states: bytes) -> None:
+    missed = set(states.translate(None, _HELD))
+    if not missed:
+        return
     nbytes = _chunk_nbytes(run)
     model = accounts.model_label(run.family.model)
-    for state in set(states):
-        if state < FIRST_MISS:
-            continue
+    for state in missed:
         chunks = states.count(state)
         tokens = chunks * run.family.chunk_tokens
         if states[-1] == state:

@@ -24,7 +24,11 @@ from kvstored_client.identity import longest_boundary
 from kvstored_client.proto import kvstore_pb2 as pb
 
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
+
+_LENGTH = np.uint64(0xFFFF_FFFF)
 _ONE_OF_PART = np.uint64(ONE_OBJECT | 0xFFFF << PART_SHIFT)
+_ALL_IN_RAM = _ONE_OF_PART | np.uint64(EXPIRES | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
+_IN_RAM = bytes([TierKind.RAM])
 
 
 def _states_of_tiers(deepest: TierKind) -> NDArray[np.uint8]:
@@ -53,7 +57,7 @@ def needed_chunks(run: Run, boundary: int) -> dict[str, range]:
     """Per group, the chunks of the run that a boundary after `boundary` chunks of it needs."""
     family = run.family
     first = run.start
-    end_token = run.end_token if boundary == len(run.keys) else 0
+    end_token = run.end_token if boundary == len(run) else 0
     needed = {}
     for group, rule in family.rules.items():
         chunks = rule.chunks_needed(first + boundary, family.chunk_tokens, end_token)
@@ -69,7 +73,7 @@ class Lookup:
         self._run = run
         self._depth = depth
         self._now_ms = now_ms()
-        self.states = bytearray(len(run.keys))
+        self.states = bytearray(len(run))
         self.payload_bytes = 0
         self.bytes_by_tier = dict.fromkeys(TierKind, 0)
 
@@ -91,38 +95,49 @@ class Lookup:
     def _leading(self) -> int:
         run, parts = self._run, self._run.parts
         done = self._leading_of_one_part(parts[0]) if len(parts) == 1 else 0
-        for i in range(done, len(run.keys)):
+        for i in range(done, len(run)):
             self.states[i] = state = self._chunk_state(run.keys[i], parts)
             if state >= FIRST_MISS:
                 self._after_gap(i + 1)
                 return i
-        return len(run.keys)
+        return len(run)
 
     def _leading_of_one_part(self, part: int) -> int:
         """The usual case, without a Python step per chunk: leading chunks that are held, have not
         expired, and whose only object is of the part. Gives how many it settled; the caller goes
         on, chunk by chunk, with the rest.
         """
+        index, run = self._ns.index, self._run
+        chunks = index.find_many(run.packed)
+        missing = (chunks < 0).nonzero()[0]
+        if missing.size:
+            chunks = chunks[: missing[0]]
+        brief = np.frombuffer(index.brief, np.uint64).take(chunks)
+        wanted = np.uint64(ONE_OBJECT | part << PART_SHIFT | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
+        if ((brief ^ wanted) & _ALL_IN_RAM).any():
+            return self._settle(chunks, brief, part)
+        nbytes = int((brief & _LENGTH).sum())
+        self.bytes_by_tier[TierKind.RAM] += nbytes
+        self.payload_bytes += nbytes
+        self.states[: len(chunks)] = _IN_RAM * len(chunks)
+        return len(chunks)
+
+    def _settle(self, chunks: NDArray[np.int32], brief: NDArray[np.uint64], part: int) -> int:
+        """`_leading_of_one_part` where they are not all in RAM for good."""
         index = self._ns.index
-        chunks = index.find_many(self._run.packed)
-        brief = np.frombuffer(index.brief, np.uint64).take(chunks, mode="clip")
         usable = brief & _ONE_OF_PART == np.uint64(ONE_OBJECT | part << PART_SHIFT)
-        usable &= chunks >= 0
-        states = _STATES[self._depth == pb.DEPTH_RAM].take(
-            (brief >> np.uint64(TIERS_SHIFT)).astype(np.uint8), mode="clip"
-        )
+        tiers = (brief >> np.uint64(TIERS_SHIFT)).astype(np.uint8)
+        states = _STATES[self._depth == pb.DEPTH_RAM].take(tiers)
         usable &= states != 0
         if (brief & np.uint64(EXPIRES)).any():
-            expires = np.frombuffer(index.expires_ms, np.uint64).take(chunks, mode="clip")
+            expires = np.frombuffer(index.expires_ms, np.uint64).take(chunks)
             usable &= (expires == 0) | (expires > self._now_ms)
         count = len(chunks) if usable.all() else int(np.argmin(usable))
         states = states[:count]
-        lengths = (brief[:count] & np.uint64(0xFFFF_FFFF)).view(np.int64)
-        total = int(lengths.sum())
-        below = int(lengths[states != TierKind.RAM].sum())
-        self.bytes_by_tier[TierKind.RAM] += total - below
-        self.bytes_by_tier[TierKind.NVME] += below
-        self.payload_bytes += total
+        lengths = (brief[:count] & _LENGTH).view(np.int64)
+        for tier in TIERS:
+            self.bytes_by_tier[tier] += int(lengths[states == tier].sum())
+        self.payload_bytes += int(lengths.sum())
         self.states[:count] = states.tobytes()
         return count
 
@@ -148,7 +163,7 @@ class Lookup:
         for i in range(boundary):
             parts = tuple(p for g in groups if i in needed[g] for p in by_group[g])
             self.states[i] = self._chunk_state(run.keys[i], parts) if parts else int(pb.NOT_NEEDED)
-        if boundary < len(run.keys):
+        if boundary < len(run):
             worst = max(int(row[boundary]) for row in states.values())
             self.states[boundary] = worst if worst >= FIRST_MISS else int(pb.MISS_AFTER_GAP)
             self._after_gap(boundary + 1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstored.store.families import Families
 from kvstored.store.ghosts import Ghosts
 from kvstored.store.holds import Holds
-from kvstored.store.index import NONE, TIERS, ChunkIndex
+from kvstored.store.index import EXPIRES, NONE, TIERS, ChunkIndex
 from kvstored.store.lru import LeafLru
 
 MAX_PINNED_CHUNKS = 65536
@@ -55,6 +58,22 @@ class Namespace:
         """Whether the chunk's time to live is over."""
         expires_ms = self.index.expires_ms[chunk]
         return 0 < expires_ms <= now_ms
+
+    def expired_many(self, chunks: NDArray[np.int32], now_ms: int) -> NDArray[np.bool_]:
+        """Which of the rows are chunks whose time is over (NONE is none); shapes [n] and [n]."""
+        index = self.index
+        brief = np.frombuffer(index.brief, np.uint64).take(chunks, mode="clip")
+        over = (brief & np.uint64(EXPIRES)).view(np.int64) > 0
+        if over.any():
+            over &= np.frombuffer(index.expires_ms, np.uint64).take(chunks, mode="clip") <= now_ms
+            over &= chunks >= 0
+        return over
+
+    def find_many(self, packed: bytes, now_ms: int) -> NDArray[np.int32]:
+        """`find` of every key; shape [keys]. `packed`: whole keys back to back."""
+        chunks = self.index.find_many(packed)
+        chunks[self.expired_many(chunks, now_ms)] = NONE
+        return chunks
 
     def find(self, key: bytes, now_ms: int) -> int:
         """The row of a chunk that is held and has not expired, or NONE."""

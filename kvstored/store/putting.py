@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject, let_go
 from kvstored.store.index import NONE
@@ -95,11 +98,12 @@ class Putter:
         run, at_ms = offer.run, now_ms()
         wanted: list[int] = []
         held: list[int] = []
-        for i, key in enumerate(run.keys):
-            chunk = ns.index.find(key)
-            if chunk != NONE and ns.expired(chunk, at_ms):
-                self._residency.expire(ns, [chunk], at_ms)
-                chunk = NONE
+        chunks = ns.index.find_many(run.packed)
+        over = ns.expired_many(chunks, at_ms)
+        if over.any():
+            self._residency.expire(ns, chunks[over].tolist(), at_ms)
+            chunks = ns.index.find_many(run.packed)  # what lay below has gone, too
+        for i, chunk in enumerate(chunks.tolist()):
             if chunk != NONE:
                 held.append(chunk)
             for j, part in enumerate(run.parts):
@@ -158,8 +162,9 @@ class Putter:
         ns, offer = opened.ns, ticket.offer  # durability and deadline may be the commit's own
         states = ticket.states
         try:
+            chunks = ns.index.find_many(offer.run.packed)
             for got in sorted(received, key=lambda r: r.index):
-                states[got.index] = self._publish(opened, got)
+                states[got.index] = self._publish(opened, got, chunks)
         finally:
             for wanted in ticket.wanted:
                 let_go(wanted.view)
@@ -168,19 +173,17 @@ class Putter:
             if states[index] == pb.WANTED:
                 states[index] = pb.REFUSED_DEADLINE
         opened.places.clear()
-        self._residency.touch(ns, self._rows(ns, offer))
+        self._residency.touch(ns, chunks[chunks != NONE])
         self._trash.freed.notify()  # what was reserved may be evicted from now on
         if offer.durable:
             await self._await_durable(ns, offer, states)
         self._count(ns, offer, states)
         return bytes(states)
 
-    def _rows(self, ns: Namespace, offer: PutOffer) -> list[int]:
-        rows = (ns.index.find(key) for key in offer.run.keys)
-        return [row for row in rows if row != NONE]
-
-    def _publish(self, opened: _Open, got: Received) -> int:
-        """Publish one object: bytes are in place and checksummed; now, last, the index learns."""
+    def _publish(self, opened: _Open, got: Received, chunks: NDArray[np.int32]) -> int:
+        """Publish one object: bytes are in place and checksummed; now, last, the index learns.
+        `chunks`: the rows of the run's keys, kept up to date.
+        """
         ns, offer = opened.ns, opened.offer
         announced = offer.checksums[16 * got.index : 16 * got.index + 16]
         if announced and announced != got.checksum:
@@ -188,13 +191,15 @@ class Putter:
         run = offer.run
         i, j = divmod(got.index, len(run.parts))
         length = offer.lengths_bytes[got.index]
-        chunk = ns.index.find(run.keys[i])
+        chunk = int(chunks[i])
+        if chunk == NONE:  # unless the same key stood earlier in the run
+            chunk = chunks[i] = ns.index.find(run.keys[i])
         if chunk != NONE:
             row = ns.index.find_object(chunk, run.parts[j])
             if row != NONE:  # somebody else was first while our bytes came
                 return self._already(ns, row, length, got.checksum)
         else:
-            chunk = self._add_chunk(ns, offer, i)
+            chunk = chunks[i] = self._add_chunk(ns, offer, i)
         meta = self._meta(ns, chunk, offer, i, j, got)
         place = opened.places.pop(got.index)
         self._ram.publish(place, meta)
@@ -265,8 +270,7 @@ class Putter:
 
     def _object_rows(self, ns: Namespace, offer: PutOffer) -> list[tuple[int, int]]:
         found = []
-        for i, key in enumerate(offer.run.keys):
-            chunk = ns.index.find(key)
+        for i, chunk in enumerate(ns.index.find_many(offer.run.packed).tolist()):
             if chunk == NONE:
                 continue
             for j, part in enumerate(offer.run.parts):

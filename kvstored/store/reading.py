@@ -68,8 +68,8 @@ class GetStream:
         self._residency = residency
         self._released = released
         self._count = count
-        self._states = bytearray(len(run.keys))
-        self._undelivered = [0] * len(run.keys)  # objects of each chunk still to deliver
+        self._states = bytearray(len(run))
+        self._undelivered = [0] * len(run)  # objects of each chunk still to deliver
         self.chunk_bytes: dict[int, int] = {}
         self._plan: deque[_Item] = deque(self._make_plan())
         self._looked = 0  # leading items of the plan that were looked at, and their bytes
@@ -85,21 +85,24 @@ class GetStream:
 
     def _make_plan(self) -> list[_Item]:
         run, index = self.run, self._ns.index
-        needed = needed_chunks(run, len(run.keys))
+        needed = needed_chunks(run, len(run))
         at_ms = now_ms()
         plan: list[_Item] = []
         held: list[int] = []
-        for i, key in enumerate(run.keys):
+        chunks = index.find_many(run.packed)
+        over = self._ns.expired_many(chunks, at_ms)
+        for i, (chunk, expired) in enumerate(zip(chunks.tolist(), over.tolist(), strict=True)):
             parts = [
                 (j, p) for j, p in enumerate(run.parts) if i in needed[run.family.parts[p].group]
             ]
             if not parts:
                 self._states[i] = pb.NOT_NEEDED
                 continue
-            chunk = self._ns.find(key, at_ms)
             if chunk == NONE:
-                expired = index.find(key) != NONE
-                self._states[i] = pb.MISS_EXPIRED if expired else self._ns.ghosts.reason(key)
+                self._states[i] = self._ns.ghosts.reason(run.keys[i])
+                continue
+            if expired:
+                self._states[i] = pb.MISS_EXPIRED
                 continue
             rows = [(j, p, index.find_object(chunk, p)) for j, p in parts]
             if any(row == NONE for _, _, row in rows):

@@ -18,6 +18,7 @@ from kvstored.store.namespace import Namespace
 from kvstored.tiers.base import Tier, TierKind
 from kvstored_client.proto import kvstore_pb2 as pb
 
+_FEW = 8  # chunks touched faster one by one than by an array
 TIER_LABEL = {TierKind.RAM: "ram", TierKind.NVME: "nvme", TierKind.OBJECT: "object"}
 
 
@@ -48,8 +49,11 @@ class Residency:
         used when they leave.
         """
         count = len(chunks)
-        if count:
-            self._tick += count
+        self._tick += count
+        if count < _FEW:
+            for n, chunk in enumerate(chunks):
+                ns.index.tick[chunk] = self._tick - n
+        else:
             ticks = np.frombuffer(ns.index.tick, np.uint64)
             ticks[chunks] = np.arange(self._tick - count + 1, self._tick + 1, dtype=np.uint64)[::-1]
 

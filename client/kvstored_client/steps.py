@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from google.protobuf.message import Message
@@ -40,6 +40,11 @@ class Receiver(Protocol):
     def restart(self) -> None:
         """The step is run again from its beginning."""
 
+
+@runtime_checkable
+class RowReceiver(Receiver, Protocol):
+    """One that can also take a download out of memory that is shared with the daemon."""
+
     def take_rows(
         self,
         indices: Sequence[int] | NDArray[np.int64],
@@ -51,7 +56,7 @@ class Receiver(Protocol):
     ) -> bool:
         """Copy objects out of mapped memory, row by row; False if `stop` came true meanwhile.
 
-        Used instead of `feed` where memory is shared. Raises GarbageError.
+        Used instead of `feed`. Raises GarbageError.
         """
 
     def finish(self, states: bytes) -> None:

@@ -19,7 +19,7 @@ from kvstored_client.local.link import Link, Request
 from kvstored_client.local.maps import Rows, resolve
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import Flag, Kind
-from kvstored_client.steps import Acquire, Download, remaining_ms
+from kvstored_client.steps import Acquire, Download, RowReceiver, remaining_ms
 from kvstored_client.stopping import StopFlag
 
 MAX_WINDOW_BYTES = 256 << 20
@@ -134,6 +134,8 @@ class Copying:
     """One get under way."""
 
     def __init__(self, link: Link, step: Download, stop: StopFlag | None) -> None:
+        assert isinstance(step.receiver, RowReceiver), "the transport serves no other"
+        self._receiver = step.receiver
         self._link = link
         self._step = step
         self._stop = stop
@@ -143,7 +145,7 @@ class Copying:
 
     def run(self) -> None:
         """Raises StepError and GarbageError; what was copied until then is good."""
-        self._step.receiver.restart()
+        self._receiver.restart()
         states = []
         try:
             while self._todo or self._open:
@@ -154,7 +156,7 @@ class Copying:
                 if ahead and self._link.budget.try_take(self._todo[0].nbytes):
                     self._begin()
                 states.append(self._copy())
-            self._step.receiver.finish(b"".join(states))
+            self._receiver.finish(b"".join(states))
         finally:
             while self._open:
                 self._end()
@@ -183,7 +185,7 @@ class Copying:
     def _copy(self) -> bytes:
         """Copy the oldest window, and give it back. Its states."""
         under_way, window = self._open[0]
-        take = self._step.receiver.take_rows
+        take = self._receiver.take_rows
         enough = self._enough()
         for rows in under_way.rows():
             indices = rows.indices + window.first

@@ -38,6 +38,7 @@ from kvstored_client.steps import (
     Download,
     Hold,
     Reserve,
+    RowReceiver,
     Step,
     Unary,
     Upload,
@@ -55,8 +56,10 @@ def serves(step: Step) -> bool:
     """Whether a local session knows such a step at all."""
     if isinstance(step, Unary):
         return step.method in _KINDS
-    # An Acquire would bring into RAM what is to go past it.
-    return not (isinstance(step, Download) and step.request.bypass_ram)
+    if isinstance(step, Download):
+        # An Acquire would bring into RAM what is to go past it.
+        return not step.request.bypass_ram and isinstance(step.receiver, RowReceiver)
+    return True
 
 
 class LocalTransport:

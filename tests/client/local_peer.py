@@ -192,15 +192,19 @@ class LocalPeer:
             while (frame := talk.next()) is not None:
                 talk.answer_as_usual(frame)
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()
-        self._listener.close()
+    def settle(self) -> None:
+        """End every conversation; when it returns no thread holds a descriptor of its script's."""
         for talk in self.sessions:
             with contextlib.suppress(OSError):
                 talk.sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()
+        self._listener.close()
+        self.settle()
         for talk in self.sessions:
             talk.close()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -29,7 +30,7 @@ from local_peer import (
 )
 from wire_server import FAMILY, OBJECT_BYTES, Canary, payload
 
-from kvstored_client import KVClient, PutState, Timeouts
+from kvstored_client import KVClient, KVFamily, KVPart, PutState, Timeouts
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import ABANDONED, POSITION, Kind, pack
 
@@ -52,6 +53,7 @@ def client(peer: LocalPeer) -> Iterator[KVClient]:
     with KVClient(peer.target, timeouts=Timeouts(5, 5, 5, 5)) as made:
         yield made
     join_session_threads()
+    peer.settle()
     after = descriptors()
     assert not [target for target in after if "memfd" in target]
     if made._transport._wire is None:  # what grpc leaves open is its own affair
@@ -96,9 +98,11 @@ def reply(changes: dict[str, object] | None = None, flags: int = REPLY | LAST) -
 def raw(data: bytes, fds: Callable[[], list[int]] = list) -> Callable:  # type: ignore[type-arg]
     def send(talk: Conversation, frame: object) -> None:
         numbers = fds()
-        talk.send(data, numbers)
-        for fd in numbers:
-            os.close(fd)
+        try:
+            talk.send(data, numbers)
+        finally:
+            for fd in numbers:
+                os.close(fd)
 
     return send
 
@@ -255,6 +259,60 @@ def test_silence_ends_at_the_deadline_and_the_lease_is_given_back(
     assert client.get(PREFIX, into).chunks == CHUNKS
     assert bytes(into) == b"".join(CONTENTS)
     assert len(peer.sessions) == 1
+
+
+def test_late_answers_are_read_though_nobody_waits(peer: LocalPeer, client: KVClient) -> None:
+    """Else the daemon would take the client for one that does not read, and end the session."""
+    taken = threading.Event()
+
+    def script(talk: Conversation) -> None:
+        frame = talk.request(Kind.ACQUIRE)
+        talk.request(Kind.RELEASE)
+        talk.sock.settimeout(20)
+        for _ in range(100):
+            talk.answer(frame, bytes(100_000), REPLY)
+        talk.answer(frame, b"")
+        taken.set()
+
+    peer.script = script
+    ends_in_time(client, "deadline")
+    assert taken.wait(20)
+    assert client.match(PREFIX).chunks == CHUNKS
+
+
+def test_a_session_that_ends_before_it_answers_is_replaced(
+    peer: LocalPeer, client: KVClient
+) -> None:
+    def script(talk: Conversation) -> None:
+        if len(peer.sessions) == 1:
+            talk.answer_as_usual(talk.request(Kind.MATCH))
+            talk.request(Kind.MATCH)
+            talk.sock.shutdown(socket.SHUT_RDWR)
+
+    peer.script = script
+    assert client.match(PREFIX).chunks == CHUNKS
+    match = client.match(PREFIX)
+    assert (match.chunks, match.reason) == (CHUNKS, "")
+    assert len(peer.sessions) == 2
+
+
+def test_a_session_that_is_new_is_not_replaced_again_and_again(
+    peer: LocalPeer, client: KVClient
+) -> None:
+    def script(talk: Conversation) -> None:
+        talk.request(Kind.MATCH)
+        talk.sock.shutdown(socket.SHUT_RDWR)
+
+    peer.script = script
+    assert client.match(PREFIX).reason == "unreachable"
+    assert len(peer.sessions) <= 2
+
+
+def test_an_object_of_no_length_is_not_leased(peer: LocalPeer, client: KVClient) -> None:
+    family = KVFamily("varying", "w", "float32", parts=[KVPart("kv", max_nbytes=OBJECT_BYTES)])
+    peer.script = acquired(segment(), reply({"lengths_bytes": [*SIZES[:3], 0]}))
+    lease = client.acquire(family.prefix(range(64 * CHUNKS)))
+    assert (lease.chunks, lease.reason) == (0, "garbage")
 
 
 def test_half_an_answer_ends_at_the_deadline(peer: LocalPeer, client: KVClient) -> None:
@@ -487,6 +545,8 @@ def test_a_put_that_is_given_up_is_cancelled_and_keeps_its_turn_until_it_is_over
         order.append("cancelled")
         go_on.wait(20)
         order.append("over")
+        if select.select([talk.sock], [], [], 0)[0]:
+            order.append("the next came before")
         talk.refuse(first, pb.DEADLINE)
         second = talk.request(Kind.PUT)
         order.append("second")

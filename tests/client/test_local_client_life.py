@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -103,6 +104,33 @@ def test_a_child_that_looks_at_its_parents_view_dies_rather_than_read(daemon: Da
     join_session_threads()
 
 
+def test_a_child_unmaps_nothing_that_it_has_put_there_itself(daemon: Daemon) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    fixed, private, anonymous, read_write = 0x100000, 2, 0x20, 3
+    with KVClient(daemon.target) as client:
+        client.put(PREFIX, DATA)
+        lease = client.acquire(PREFIX)
+        address = int(lease._contents.addresses[0])
+
+        def child() -> None:
+            nonlocal lease
+            page = ctypes.c_void_p(address)
+            nbytes = ctypes.c_size_t(4096)
+            flags = fixed | private | anonymous
+            assert libc.mmap(page, nbytes, read_write, flags, -1, ctypes.c_long(0)) == address
+            ctypes.memmove(address, b"mine", 4)
+            mapping = lease._contents.grants[0].mappings[0]
+            assert mapping.address <= address < mapping.address + mapping.nbytes
+            del lease
+            mapping.__del__()
+            assert ctypes.string_at(address, 4) == b"mine"
+
+        assert in_child(child) == 0
+        lease.release()
+    join_session_threads()
+
+
 def test_a_fork_while_other_threads_call(daemon: Daemon) -> None:
     with KVClient(daemon.target) as client:
         client.put(PREFIX, DATA)
@@ -201,6 +229,7 @@ def test_grpc_does_where_no_local_session_can_be_had(
         with client.acquire(PREFIX) as lease:  # asks for a session at once
             assert len(lease) == 8
         assert "a local session again" in caplog.text
+        assert client._transport._worth_a_try()
     join_session_threads()
 
 

@@ -135,17 +135,18 @@ def test_groups_that_look_back_are_not_cut(
                 lease[0, "w"]
 
 
-def test_uploads_take_turns_and_wrap_around_the_ring() -> None:
-    limits = Limits(local=LocalLimits(ring_bytes=256 << 10))
+@pytest.mark.parametrize("ring_bytes", [64 << 10, 256 << 10, 9 << 18])
+def test_uploads_take_turns_and_wrap_around_the_ring(ring_bytes: int) -> None:
+    limits = Limits(local=LocalLimits(ring_bytes=ring_bytes))
     with local_serving(limits, cap_bytes=64 * MIB) as small, client_of(small) as client:
-        sets = [chunks(7, seed=i) for i in range(8)]
-        prefixes = [FAMILY.prefix(range(i, i + 64 * 7)) for i in range(8)]
+        sets = [chunks(50, seed=i) for i in range(6)]
+        prefixes = [FAMILY.prefix(range(i, i + 64 * 50)) for i in range(6)]
         with ThreadPoolExecutor(4) as threads:
             results = list(threads.map(client.put, prefixes, sets))
-        assert [(put.stored, put.reason) for put in results] == [(7, "")] * 8
+        assert [(put.stored, put.reason) for put in results] == [(50, "")] * 6
         for prefix, data in zip(prefixes, sets, strict=True):
             out = np.zeros_like(data)
-            assert client.get(prefix, out).chunks == 7
+            assert client.get(prefix, out).chunks == 50
             assert (out == data).all()
 
 

@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers mutants clean
+.PHONY: deps demo test lint format proto bench bench-peers mutants local-torture clean
 
 deps: $(STAMP)
 
@@ -50,6 +50,11 @@ proto:
 # Breaks the code on purpose, rule by rule, and expects the tests to notice. Takes minutes.
 mutants: deps
 	$(BIN)/python tests/mutants.py
+
+# Kills clients of the same-node path at every step, then lets some do anything for a minute. `make
+# test` has a short form of both.
+local-torture: deps
+	PYTHONPATH=tests $(BIN)/python tests/local/torture.py
 
 bench: deps
 	$(BIN)/kvctl bench remote --json

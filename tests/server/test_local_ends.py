@@ -272,15 +272,21 @@ def test_a_client_that_reads_late_gets_every_answer_and_no_more_is_queued() -> N
         served.fill(run(CHUNKS), [content(i) for i in range(CHUNKS)])
         session = served.look(lambda: [*served.server._sessions][-1])
         one = w.frame(w.LIST, 5, pb.ListRequest(namespace="default"))
-        lists = one * 50
+        lists = one * 5
         wire.socket.setblocking(False)
         sent = 0
-        full = 0
-        while full < 200:  # and goes on sending
+        for _ in range(600):  # little by little: all of it is read as long as there is room
             with contextlib.suppress(BlockingIOError):
                 sent += wire.socket.send(lists[sent % len(lists) :])
-            full += served.look(lambda: session._outbox.queued_bytes) > HIGH_BYTES
-        assert served.look(lambda: session._outbox.queued_bytes) < 2 * HIGH_BYTES
+            answered = sent // len(one)
+            served.becomes(
+                lambda n=answered: (
+                    session._outbox.queued_bytes > HIGH_BYTES
+                    or [verb for verb, _ in served.ended].count("list") == n
+                )
+            )
+            served.look(lambda: None)
+        assert served.look(lambda: session._outbox.queued_bytes) < HIGH_BYTES + 100_000
         wire.socket.settimeout(w.GIVE_UP_S)
         for _ in range(sent // len(one)):
             assert wire.answer(5).flags == w.REPLY | w.LAST
@@ -307,6 +313,16 @@ def test_a_full_events_channel_ends_the_session(served: LocalServed) -> None:
     with bystander(served), served.session() as wire:
         session = served.look(lambda: [*served.server._sessions][-1])
         served.look(lambda: [session.retire_areas([i]) for i in range(10_000)])
+        assert served.figures.ended == {"events": 1}
+        wire.until_ended()
+
+
+def test_a_closed_events_channel_ends_the_session(served: LocalServed) -> None:
+    with bystander(served), served.session() as wire:
+        assert wire.events is not None
+        wire.events.close()
+        session = served.look(lambda: [*served.server._sessions][-1])
+        served.look(lambda: session.retire_areas([1]))
         assert served.figures.ended == {"events": 1}
         wire.until_ended()
 

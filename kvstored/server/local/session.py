@@ -175,11 +175,12 @@ class Session:
         if not self.serves():
             return
         self._note_room()
-        if done:
+        if not self.has_room.is_set():
+            self._inbox.pause()  # the client's taking goes on with it
+        elif done:
             self._inbox.start()
-            return
-        self._inbox.pause()
-        if self.has_room.is_set():  # else the client's taking goes on with it
+        else:
+            self._inbox.pause()
             self.host.loop.call_soon(self._work)
 
     def _take_turn(self) -> bool:
@@ -189,8 +190,6 @@ class Session:
         for _ in range(TURN_FRAMES):
             if not frames or not self.serves():
                 return True
-            if self._outbox.queued_bytes > HIGH_BYTES:
-                return False
             self._handle(frames.popleft())
             if time.monotonic() > until:
                 break

@@ -146,6 +146,34 @@ async def test_messages_about_other_puts_are_passed_over() -> None:
         assert rig.session.failed == []
 
 
+async def test_a_position_beyond_a_payload_that_fits_the_ring_ends_the_session() -> None:
+    async with rigged() as rig:
+        put = rig.start_put(header([100_000]))
+        await put.plan()
+        put.tell(100_001)
+        with pytest.raises(BadRequest, match="of 100000 bytes"):
+            await put.states()
+        assert len(rig.session.failed) == 1
+
+
+async def test_positions_of_a_put_that_has_ended_are_passed_over() -> None:
+    async with rigged() as rig:
+        put = rig.start_put(header([100_000]))
+        await put.plan()
+        await put.send(bytes(100_000), 100_000)
+        await put.states()
+        assert await put.hear() == 100_000
+        put.tell(1)
+        await rig.put(header([4096], salt=b"2"), bytes(4096))  # the mover has passed it
+        assert rig.session.channel is not None
+        told = [POSITION.unpack(rig.session.channel.recv(64))]
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                told.append(POSITION.unpack(rig.session.channel.recv(64)))
+        assert put.request_id not in dict(told)
+        assert rig.session.failed == []
+
+
 async def test_a_client_that_never_reads_positions_it_needs_is_ended() -> None:
     async with rigged() as rig:
         put = rig.start_put(header([4 * MIB]))

@@ -57,7 +57,7 @@ def test_acquire_gives_the_bytes_and_release_ends_it(served: LocalServed, wire: 
     assert served.figures.leased_bytes == CHUNKS * PART_BYTES
     assert served.look(lambda: served.ram.leased_bytes) == CHUNKS * PART_BYTES
     wire.release(7)
-    assert served.look(served.nothing_held)
+    served.becomes(served.nothing_held)
 
 
 def test_what_is_not_all_in_ram_is_granted_in_order(served: LocalServed, wire: LocalWire) -> None:
@@ -65,7 +65,7 @@ def test_what_is_not_all_in_ram_is_granted_in_order(served: LocalServed, wire: L
     assert granted.states == HELD + bytes([pb.MISS_NEVER_STORED] * 3)
     assert [wire.bytes_of(row) for row in granted.rows] == [content(i) for i in range(CHUNKS)]
     wire.release(8)
-    assert served.look(served.nothing_held)
+    served.becomes(served.nothing_held)
 
 
 def test_an_acquire_that_finds_nothing_leaves_its_id_free(wire: LocalWire) -> None:
@@ -216,4 +216,4 @@ def test_request_zero_is_not_answered(served: LocalServed, wire: LocalWire) -> N
     matched = wire.call(w.MATCH, pb.MatchRequest(run=run(1)))
     assert isinstance(matched, pb.MatchReply)
     assert matched.chunks == 1
-    assert served.look(served.nothing_held)
+    served.becomes(served.nothing_held)

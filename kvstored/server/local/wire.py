@@ -228,7 +228,9 @@ class Inbox:
             return
         except OSError:
             data = b""
-        if not data:
+        # A peer that closes with answers unread leaves an error behind, beside what it sent before.
+        # The loop tells of that once, and then no more of this socket.
+        if not data or self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.pause()
             self._on_end()
         elif not self._discarding:

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import ctypes
 import random
+import socket
+import types
 
 import pytest
 import xxhash
@@ -22,7 +24,7 @@ from local_put_support import (
 from kvstored.errors import BadRequest, DeadlineExceeded, Draining
 from kvstored.server.auth import Caller, Transport
 from kvstored.server.limits import Limits
-from kvstored.server.local import filling
+from kvstored.server.local import filling, works
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import ABANDONED, POSITION
 
@@ -321,3 +323,19 @@ async def test_movers_that_stop_end_what_is_under_way() -> None:
         late = rig.start_put(header([MIB]))
         with pytest.raises(Draining):
             await late.states()
+
+
+async def test_a_channel_that_cannot_be_watched_fails_its_puts_alone() -> None:
+    async with rigged() as rig:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = works.Channel(ours, 0, RING_BYTES, lambda ending: None)
+        mover = rig.movers.take()
+        mover.attach(channel)
+        mover.attach(channel)  # the kernel refuses
+        work = works.RingWork(filling.Filling([]), types.SimpleNamespace(moves=0), channel, 1, 1)
+        mover.begin(work)
+        assert "cannot be read" in str((await work.ended).cause)
+        await mover.detach(channel)
+        ours.close()
+        theirs.close()
+        assert list(await rig.put(header([MIB]), bytes(MIB))) == [pb.STORED]

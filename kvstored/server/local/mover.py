@@ -97,30 +97,38 @@ class Mover:
     # ---- the thread's own ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping:
-            busy = any(work.ready() for work in self._active)
-            events = self._epoll.poll(0 if busy else -1)
-            descriptors = [descriptor for descriptor, _ in events]
-            if self._wake in descriptors:
-                os.eventfd_read(self._wake)
-            # First: a work must be known before what its client says of it is read.
-            while self._commands:
-                self._commands.popleft()()
-            for descriptor in descriptors:
-                channel = self._channels.get(descriptor)
-                if channel is not None:
-                    self._listen(channel)
+        try:
+            while not self._stopping:
+                self._round()
+        finally:  # also if this thread fails: nobody may wait for ever
             for work in list(self._active):
-                self._turn(work)
+                self._end(work, Ending(_stopped()))
+
+    def _round(self) -> None:
+        busy = any(work.ready() for work in self._active)
+        descriptors = [descriptor for descriptor, _ in self._epoll.poll(0 if busy else -1)]
+        if self._wake in descriptors:
+            os.eventfd_read(self._wake)
+        # First: a work must be known before what its client says of it is read.
+        while self._commands:
+            self._commands.popleft()()
+        for descriptor in descriptors:
+            channel = self._channels.get(descriptor)
+            if channel is not None:
+                self._listen(channel)
         for work in list(self._active):
-            self._end(work, Ending(_stopped()))
+            self._turn(work)
 
     def _halt(self) -> None:
         self._stopping = True
 
     def _attach(self, channel: Channel) -> None:
+        try:
+            self._epoll.register(channel.end, select.EPOLLIN)
+        except OSError as error:
+            channel.closed = KvstoredError(f"the data channel cannot be read: {error.strerror}")
+            return
         self._channels[channel.end.fileno()] = channel
-        self._epoll.register(channel.end, select.EPOLLIN)
 
     def _detach(self, channel: Channel, done: asyncio.Future[None]) -> None:
         if self._channels.pop(channel.end.fileno(), None) is not None:

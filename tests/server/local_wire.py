@@ -87,14 +87,9 @@ class Granted:
 class LocalWire:
     """One session. Blocking, with a time-out. `segments`: mapped ones, by id."""
 
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(GIVE_UP_S)
-        try:
-            self.socket.connect(str(path))
-        except OSError:
-            self.socket.close()
-            raise
+    def __init__(self, path: Path, connection: socket.socket | None = None) -> None:
+        """`connection`: connected already, perhaps by another process."""
+        self.socket = connection or _connected(path)
         self.events: socket.socket | None = None
         self.opened = pb.LocalOpened()
         self.segments: dict[int, mmap.mmap] = {}
@@ -293,6 +288,17 @@ class LocalWire:
                 os.close(fd)
         for mapped in self.segments.values():
             mapped.close()
+
+
+def _connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(GIVE_UP_S)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def rows_of(reply: pb.AcquireReply) -> list[tuple[int, int, int, int, bytes, int]]:

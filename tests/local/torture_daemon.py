@@ -27,6 +27,7 @@ class SmallDaemon(Daemon):
 
     ram_bytes: int = 48 * MIB
     nvme_bytes: int = 0
+    leased_percent: int = 75
 
     def _config(self) -> str:
         nvme = f"cap_bytes = {self.nvme_bytes}" if self.nvme_bytes else "enabled = false"
@@ -42,7 +43,7 @@ http = "{self.folder}/h.sock"
 [ram]
 cap_bytes = {self.ram_bytes}
 [local]
-max_leased_percent_namespace = 100
+max_leased_percent_namespace = {self.leased_percent}
 max_total_staging_bytes = "64MiB"
 [nvme]
 {nvme}

@@ -20,8 +20,8 @@ from kvstored_client import KVClient, Prefix, Rows
 NUMBERS = range(100, 124)
 CHUNKS = 12
 MOST_KEPT = 4
-SAY_EVERY = 50
-TIMEOUT_S = 5.0
+SAY_EVERY = 10
+TIMEOUT_S = 2.0
 SHORT_TIMEOUT_S = 0.003
 
 Kept = tuple[int, int, object, list[NDArray[np.uint8]]]
@@ -96,7 +96,9 @@ class _User:
     def _get(self, number: int, prefix: Prefix, start: int) -> None:
         rows = self._chance.sample(range(CHUNKS), CHUNKS - start)
         into = Rows(self._out, rows)
-        self._take(number, start, rows, self._client.get(prefix, into, start).ok)
+        self._take(
+            number, start, rows, self._client.get(prefix, into, start, timeout_s=TIMEOUT_S).ok
+        )
 
     def _take(self, number: int, start: int, rows: list[int], ok: NDArray[np.bool_]) -> None:
         for index in np.flatnonzero(ok).tolist():
@@ -106,7 +108,8 @@ class _User:
         """A get and a put behind its back; some are cancelled, and then nothing more is written."""
         other = self._chance.choice(NUMBERS)
         rows = [*range(CHUNKS - start)]
-        get = self._client.submit_get(prefix, self._out[: len(rows)], start)
+        out = self._out[: len(rows)]
+        get = self._client.submit_get(prefix, out, start, timeout_s=TIMEOUT_S)
         put = self._client.submit_put(prefix_of(other, CHUNKS), _table()[other])
         if self._chance.random() < 0.3:
             get.cancel()

@@ -16,7 +16,8 @@ class LocalLimits:
     """Bounds on local sessions; see docs/configuration.md, `[local]`.
 
     Fractions are of the namespace's RAM cap: how much of it leases, holds and reservations may keep
-    in place, of one session and of all sessions of the namespace.
+    in place, of one session and of all sessions of the namespace; and of the tier's cap, for all
+    namespaces together, so that something can always be evicted.
     """
 
     max_sessions: int = 256
@@ -27,6 +28,7 @@ class LocalLimits:
     max_total_staging_bytes: int = 1 << 30  # rings and areas of all sessions
     max_leased_fraction_session: float = 0.5
     max_leased_fraction_namespace: float = 0.75
+    max_leased_fraction_tier: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,10 +101,17 @@ class FrameReader:
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes, in order. Raises BadFrameError."""
-        buffer: bytes | bytearray = data
-        if self._rest:
-            self._rest += data
-            buffer = self._rest
+        if not self._rest and len(data) >= HEADER_BYTES:  # the usual case: whole frames
+            frames, at = self._cut(data)
+            self._rest += memoryview(data)[at:]
+            return frames
+        self._rest += data
+        frames, at = self._cut(self._rest)
+        del self._rest[:at]
+        return frames
+
+    def _cut(self, buffer: bytes | bytearray) -> tuple[list[Frame], int]:
+        """The whole frames at the beginning, and where they end."""
         frames: list[Frame] = []
         at, end = 0, len(buffer)
         while end - at >= HEADER_BYTES:
@@ -117,5 +124,4 @@ class FrameReader:
             body = bytes(buffer[at + HEADER_BYTES : stop])
             frames.append(Frame(kind, flags, request_id, body))
             at = stop
-        self._rest = bytearray(buffer[at:])
-        return frames
+        return frames, at

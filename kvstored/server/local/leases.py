@@ -34,10 +34,25 @@ class LeaseStore(Protocol):
 
 @dataclass(slots=True)
 class Share:
-    """Bytes that all sessions of one namespace keep in place, and how many they may."""
+    """Bytes that many sessions keep in place together, and how many they may: those of one
+    namespace, within `whole`, those of all.
+    """
 
     cap_bytes: int
     used_bytes: int = 0
+    whole: Share | None = None
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be added."""
+        room = self.cap_bytes - self.used_bytes
+        return room if self.whole is None else min(room, self.whole.room_bytes)
+
+    def add(self, nbytes: int) -> None:
+        """Keep so much more, or less."""
+        self.used_bytes += nbytes
+        if self.whole is not None:
+            self.whole.add(nbytes)
 
 
 class Budget:
@@ -51,22 +66,20 @@ class Budget:
     @property
     def room_bytes(self) -> int:
         """How much more `charge` would take."""
-        share = self._share
-        room = min(self.cap_bytes - self.used_bytes, share.cap_bytes - share.used_bytes)
-        return max(0, room)
+        return max(0, min(self.cap_bytes - self.used_bytes, self._share.room_bytes))
 
     def charge(self, nbytes: int) -> bool:
         """Keep so much more; False, and nothing charged, beyond either bound."""
         if nbytes > self.room_bytes:
             return False
         self.used_bytes += nbytes
-        self._share.used_bytes += nbytes
+        self._share.add(nbytes)
         return True
 
     def uncharge(self, nbytes: int) -> None:
         """Keep so much less."""
         self.used_bytes -= nbytes
-        self._share.used_bytes -= nbytes
+        self._share.add(-nbytes)
 
 
 class Grants:

@@ -40,6 +40,9 @@ class Ram(Segments, Protocol):
 
     retiring: Callable[[int], asyncio.Future[None] | None] | None
 
+    def usage(self) -> TierUsage:
+        """The tier's cap, among others."""
+
     def namespace_usage(self, namespace: str) -> TierUsage:
         """A namespace's cap, among others."""
 
@@ -61,6 +64,7 @@ class LocalServer:
         self._staging = Staging(dispatcher.limits.local)
         self._movers = Movers(loop)
         self._shares: dict[str, Share] = {}
+        self._whole = Share(0)  # its cap is known once the tier is open
         self._sessions: dict[Session, None] = {}  # in the order in which they came
         self._per_namespace: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -89,6 +93,8 @@ class LocalServer:
                 f"cannot listen at {self.path}: {error}", "set another path"
             ) from error
         self._movers.start()
+        whole = self._ram.usage().cap_bytes * self.dispatcher.limits.local.max_leased_fraction_tier
+        self._whole.cap_bytes = int(whole)
         self._ram.retiring = self.retire
         self._accept_more()
         self._look()
@@ -123,6 +129,7 @@ class LocalServer:
         if self._cleaning:
             await asyncio.wait([*self._cleaning], timeout=timeout_s)
         self._movers.stop()
+        await self._staging.settled()
 
     def figures(self) -> LocalFigures:
         """How things stand."""
@@ -130,7 +137,7 @@ class LocalServer:
         return LocalFigures(
             sessions=states[State.OPEN],
             quarantined_sessions=states[State.QUARANTINED],
-            leased_bytes=sum(share.used_bytes for share in self._shares.values()),
+            leased_bytes=self._whole.used_bytes,
             staging_bytes=self._staging.footprint_bytes,
             ended=dict(self._ended),
         )
@@ -206,7 +213,7 @@ class LocalServer:
         self._per_namespace[namespace] += 1
         cap_bytes = self._ram.namespace_usage(namespace).cap_bytes
         share_bytes = int(cap_bytes * limits.local.max_leased_fraction_namespace)
-        return self._shares.setdefault(namespace, Share(share_bytes))
+        return self._shares.setdefault(namespace, Share(share_bytes, whole=self._whole))
 
     def share_bytes(self, namespace: str) -> int:
         """See Host."""

@@ -54,6 +54,7 @@ class Puts:
         self._reservations = Reservations(dispatcher, self._carrier, self._areas, session)
         self._ring: _Ring | None = None
         self._current: tuple[int, Watched] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     # ---- Put -------------------------------------------------------------------------------------
@@ -159,23 +160,34 @@ class Puts:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """The session is over. When this returns nothing reads ring or areas or writes an extent,
-        and all of it was given back. Idempotent.
+    async def stop(self) -> None:
+        """The session is served no longer. When this returns nothing reads ring or areas or writes
+        an extent, and what was taken of RAM was given back. Ring and areas stay, and stay counted:
+        the client may have them mapped. Idempotent.
         """
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def close(self) -> None:
+        """The session is over: `stop`, and give ring and areas back. Idempotent."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _close(self) -> None:
+    async def _stop(self) -> None:
         self._areas.stop()
         cause: KvstoredError = Draining("the session is over", "open another")
         await self._carrier.close(cause)
         await self._reservations.close()
+        if self._ring is not None:
+            await self._carrier.mover.detach(self._ring.channel)
+            self._ring.channel.end.close()
+        self._carrier.forget_mover()
+
+    async def _close(self) -> None:
+        await self.stop()
         ring, self._ring = self._ring, None
         if ring is not None:
-            await self._carrier.mover.detach(ring.channel)
-            ring.channel.end.close()
             self._staging.free_ring(ring.memory)
         self._areas.close()
-        self._carrier.forget_mover()

@@ -119,6 +119,7 @@ class Session:
         self.has_room = asyncio.Event()
         """Set while the client takes what it is sent."""
         self.has_room.set()
+        self._over = asyncio.Event()
         self._token: str | None = None
         self._connection = connection
         self._outbox = Outbox(
@@ -414,6 +415,7 @@ class Session:
         if self.state is State.OVER:
             return
         self.state = State.OVER
+        self._over.set()
         self._inbox.pause()
         self._outbox.close()
         self._forget_peer()
@@ -448,7 +450,7 @@ class Session:
             task.cancel()
         puts, self._puts = self._puts, None
         if tasks or puts is not None:
-            self.host.spawn(_clean_up(tasks, puts))
+            self.host.spawn(_clean_up(tasks, puts, self._over))
 
     def _forget_peer(self) -> None:
         if self.peer.pidfd is not None:
@@ -461,8 +463,13 @@ class Session:
         return self._requests.tasks
 
 
-async def _clean_up(tasks: list[asyncio.Task[None]], puts: Puts | None) -> None:
+async def _clean_up(
+    tasks: list[asyncio.Task[None]], puts: Puts | None, over: asyncio.Event
+) -> None:
     if puts is not None:
-        await puts.close()
+        await puts.stop()
     if tasks:
         await asyncio.wait(tasks)
+    if puts is not None:
+        await over.wait()  # until then the client may have ring and areas mapped
+        await puts.close()

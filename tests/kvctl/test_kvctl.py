@@ -39,7 +39,7 @@ def target() -> Iterator[str]:
         tempfile.TemporaryDirectory() as directory,
         processes.daemon(Path(directory), 64 * MIB, tcp=False) as running,
     ):
-        yield running
+        yield running.target
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from kvstored_client import KVClient, Prefix, Rows
 
 NUMBERS = range(100, 124)
 CHUNKS = 12
-MOST_KEPT = 4
+MOST_KEPT = 8
 SAY_EVERY = 10
 TIMEOUT_S = 2.0
 SHORT_TIMEOUT_S = 0.003
@@ -63,8 +63,8 @@ class _User:
             (self._acquire, 5),
             (self._reserve, 3),
             (self._hold, 2),
-            (self._let_go, 4),
-            (self._delete, 1),
+            (self._let_go, 2),
+            (self._delete, 2),
             (self._job, 3),
             (self._small, 1),
             (self._again, 0.2),

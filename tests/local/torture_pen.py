@@ -104,6 +104,15 @@ def serve() -> None:
             os.dup2(null, 0)
             os.close(null)
             _victim(order)
+    _end_all()
+
+
+def _end_all() -> None:
+    """Kill what is left of the victims, and their children, which become this process's own."""
+    while children := Path("/proc/thread-self/children").read_text().split():
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+            os.waitpid(int(child), 0)
 
 
 # ---- the tests' side -----------------------------------------------------------------------------
@@ -123,7 +132,6 @@ class Pen:
         )
         self._lines = b""
         self._heard: deque[Message] = deque()
-        self._unreaped: set[int] = set()
 
     def __enter__(self) -> Pen:
         return self
@@ -134,9 +142,6 @@ class Pen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for pid in [*self._unreaped]:
-            os.kill(pid, signal.SIGKILL)
-            self.reap(pid)
         self._process.communicate(timeout=GIVE_UP_S)
         assert self._process.returncode == 0
 
@@ -163,9 +168,6 @@ class Pen:
             self._lines += more
         line, _, self._lines = self._lines.partition(b"\n")
         message: Message = json.loads(line)
-        for name in ("pid", "child"):
-            if message.get(name):
-                self._unreaped.add(int(str(message[name])))
         return message
 
     def reap(self, pid: int) -> int:
@@ -175,7 +177,6 @@ class Pen:
             message = self._line(GIVE_UP_S)
             assert message is not None, f"{pid} does not end"
             if message.get("reaped") == pid:
-                self._unreaped.discard(pid)
                 return int(str(message["status"]))
             self._heard.append(message)
 

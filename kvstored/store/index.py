@@ -161,8 +161,12 @@ class ChunkIndex:
         depth: int,
         end_token: int,
         expires_ms: int,
+        parent_row: int = NONE,
     ) -> int:
-        """Add a chunk that is not held yet; it has no objects and is in no tier."""
+        """Add a chunk that is not held yet; it has no objects and is in no tier.
+
+        `parent_row`: the row of `parent_key`, where the caller knows it.
+        """
         if self._chunks.full:
             try:
                 self._chunks.grow()
@@ -173,7 +177,7 @@ class ChunkIndex:
         self.depth[chunk], self.end_token[chunk] = depth, end_token
         self.set_expiry(chunk, expires_ms)
         self._keys.add(key, chunk)
-        self._attach(chunk, key, parent_key)
+        self._attach(chunk, key, parent_key, parent_row)
         return chunk
 
     def set_expiry(self, chunk: int, expires_ms: int) -> None:
@@ -182,8 +186,9 @@ class ChunkIndex:
         brief = self.brief[chunk]
         self.brief[chunk] = brief | EXPIRES if expires_ms else brief & ~EXPIRES
 
-    def _attach(self, chunk: int, key: bytes, parent_key: bytes) -> None:
-        parent = self._keys.find(parent_key) if parent_key else NONE
+    def _attach(self, chunk: int, key: bytes, parent_key: bytes, parent: int) -> None:
+        if parent == NONE and parent_key:
+            parent = self._keys.find(parent_key)
         if parent not in (NONE, chunk):
             self._link(parent, chunk)
         elif parent_key:

@@ -163,8 +163,9 @@ class Putter:
         states = ticket.states
         try:
             chunks = ns.index.find_many(offer.run.packed)
+            added: dict[bytes, int] = {}
             for got in sorted(received, key=lambda r: r.index):
-                states[got.index] = self._publish(opened, got, chunks)
+                states[got.index] = self._publish(opened, got, chunks, added)
         finally:
             for wanted in ticket.wanted:
                 let_go(wanted.view)
@@ -180,9 +181,11 @@ class Putter:
         self._count(ns, offer, states)
         return bytes(states)
 
-    def _publish(self, opened: _Open, got: Received, chunks: NDArray[np.int32]) -> int:
+    def _publish(
+        self, opened: _Open, got: Received, chunks: NDArray[np.int32], added: dict[bytes, int]
+    ) -> int:
         """Publish one object: bytes are in place and checksummed; now, last, the index learns.
-        `chunks`: the rows of the run's keys, kept up to date.
+        `chunks`: the rows of the run's keys, kept up to date; `added`: those that the put has added.
         """
         ns, offer = opened.ns, opened.offer
         announced = offer.checksums[16 * got.index : 16 * got.index + 16]
@@ -193,13 +196,14 @@ class Putter:
         length = offer.lengths_bytes[got.index]
         chunk = int(chunks[i])
         if chunk == NONE:  # unless the same key stood earlier in the run
-            chunk = chunks[i] = ns.index.find(run.keys[i])
+            chunk = chunks[i] = added.get(run.keys[i], NONE)
         if chunk != NONE:
             row = ns.index.find_object(chunk, run.parts[j])
             if row != NONE:  # somebody else was first while our bytes came
                 return self._already(ns, row, length, got.checksum)
         else:
-            chunk = chunks[i] = self._add_chunk(ns, offer, i)
+            chunk = self._add_chunk(ns, offer, i, int(chunks[i - 1]) if i else NONE)
+            chunks[i] = added[run.keys[i]] = chunk
         meta = self._meta(ns, chunk, offer, i, j, got)
         place = opened.places.pop(got.index)
         self._ram.publish(place, meta)
@@ -209,7 +213,7 @@ class Putter:
             self._writer.submit(ns, row, meta, place)
         return int(pb.STORED)
 
-    def _add_chunk(self, ns: Namespace, offer: PutOffer, i: int) -> int:
+    def _add_chunk(self, ns: Namespace, offer: PutOffer, i: int, parent_row: int) -> int:
         run = offer.run
         ttl_ms = offer.ttl_ms or ns.default_ttl_ms
         ns.ghosts.forget(run.keys[i])
@@ -221,6 +225,7 @@ class Putter:
             depth=run.start + i,
             end_token=run.chunk_end_token(i),
             expires_ms=now_ms() + ttl_ms if ttl_ms else 0,
+            parent_row=parent_row,
         )
 
     def _meta(

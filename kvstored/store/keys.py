@@ -32,7 +32,7 @@ _MAX_LOAD = 0.62  # of slots used when the next table is begun: one key in a hun
 _NEW_LOAD = 0.48  # of its slots, by what there is to move
 _MIN_LOAD = 0.20  # of slots live, below which memory is given back
 _MIN_BUCKETS = 64  # one page
-_MOVE_BUCKETS = 256  # of the old table per change: 0.1 ms
+_MOVE_BUCKETS = 128  # of the old table per change: 0.1 ms
 _FEW = 8  # keys that are searched faster one by one
 
 _KEY = np.dtype(f"V{KEY_BYTES}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,18 @@ from kvstored.tiers.base import TierKind
 from kvstored_client.identity import longest_boundary
 from kvstored_client.proto import kvstore_pb2 as pb
 
+_Item = TypeVar("_Item", bound=np.generic)
+
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
 
 _LENGTH = np.uint64(0xFFFF_FFFF)
 _ONE_OF_PART = np.uint64(ONE_OBJECT | 0xFFFF << PART_SHIFT)
 _ALL_IN_RAM = _ONE_OF_PART | np.uint64(EXPIRES | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
 _IN_RAM = bytes([TierKind.RAM])
+
+
+def _column(column: memoryview[int], dtype: type[_Item]) -> NDArray[_Item]:
+    return np.frombuffer(column, dtype)
 
 
 def _states_of_tiers(deepest: TierKind) -> NDArray[np.uint8]:
@@ -94,7 +101,10 @@ class Lookup:
 
     def _leading(self) -> int:
         run, parts = self._run, self._run.parts
-        done = self._leading_of_one_part(parts[0]) if len(parts) == 1 else 0
+        if len(parts) == 1:
+            done = self._leading_of_one_part(parts[0])
+        else:
+            done = self._leading_of_parts(parts)
         for i in range(done, len(run)):
             self.states[i] = state = self._chunk_state(run.keys[i], parts)
             if state >= FIRST_MISS:
@@ -107,11 +117,8 @@ class Lookup:
         expired, and whose only object is of the part. Gives how many it settled; the caller goes
         on, chunk by chunk, with the rest.
         """
-        index, run = self._ns.index, self._run
-        chunks = index.find_many(run.packed)
-        missing = (chunks < 0).nonzero()[0]
-        if missing.size:
-            chunks = chunks[: missing[0]]
+        index = self._ns.index
+        chunks = self._leading_chunks()
         brief = np.frombuffer(index.brief, np.uint64).take(chunks)
         wanted = np.uint64(ONE_OBJECT | part << PART_SHIFT | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
         if ((brief ^ wanted) & _ALL_IN_RAM).any():
@@ -122,16 +129,51 @@ class Lookup:
         self.states[: len(chunks)] = _IN_RAM * len(chunks)
         return len(chunks)
 
+    def _leading_chunks(self) -> NDArray[np.int32]:
+        """Rows of the run's leading keys that are in the index."""
+        chunks = self._ns.index.find_many(self._run.packed)
+        missing = (chunks < 0).nonzero()[0]
+        return chunks[: missing[0]] if missing.size else chunks
+
+    def _leading_of_parts(self, parts: tuple[int, ...]) -> int:
+        """As `_leading_of_one_part`, of chunks that have all the parts; a step per object of the
+        fullest chunk.
+        """
+        index, deepest = self._ns.index, _STATES[self._depth == pb.DEPTH_RAM]
+        chunks = self._leading_chunks()
+        wanted = np.zeros(len(self._run.family.parts), np.uint8)
+        wanted[list(parts)] = 1
+        found, slowest = np.zeros(len(chunks), np.int64), np.zeros(len(chunks), np.uint8)
+        nbytes = {tier: np.zeros(len(chunks), np.int64) for tier in TIERS}
+        at, objects = np.arange(len(chunks)), _column(index.first_object, np.int32)[chunks]
+        while (more := objects != NONE).any():
+            at, objects = at[more], objects[more]
+            bits = np.zeros(len(at), np.uint8)
+            for tier in TIERS:
+                there = _column(index.place[tier], np.int64)[objects] != NONE
+                bits[there] |= TIER_BIT[tier]
+            states = deepest[bits] * wanted[_column(index.object_part, np.uint16)[objects]]
+            found[at] += states != 0
+            slowest[at] = np.maximum(slowest[at], states)
+            lengths = _column(index.object_length, np.uint32)[objects]
+            for tier in TIERS:
+                nbytes[tier][at] += lengths * (states == tier)
+            objects = _column(index.object_next, np.int32)[objects]
+        usable = (found == len(set(parts))) & ~self._ns.expired_many(chunks, self._now_ms)
+        count = len(chunks) if usable.all() else int(np.argmin(usable))
+        for tier in TIERS:
+            self.bytes_by_tier[tier] += int(nbytes[tier][:count].sum())
+            self.payload_bytes += int(nbytes[tier][:count].sum())
+        self.states[:count] = slowest[:count].tobytes()
+        return count
+
     def _settle(self, chunks: NDArray[np.int32], brief: NDArray[np.uint64], part: int) -> int:
         """`_leading_of_one_part` where they are not all in RAM for good."""
-        index = self._ns.index
         usable = brief & _ONE_OF_PART == np.uint64(ONE_OBJECT | part << PART_SHIFT)
         tiers = (brief >> np.uint64(TIERS_SHIFT)).astype(np.uint8)
         states = _STATES[self._depth == pb.DEPTH_RAM].take(tiers)
         usable &= states != 0
-        if (brief & np.uint64(EXPIRES)).any():
-            expires = np.frombuffer(index.expires_ms, np.uint64).take(chunks)
-            usable &= (expires == 0) | (expires > self._now_ms)
+        usable &= ~self._ns.expired_many(chunks, self._now_ms)
         count = len(chunks) if usable.all() else int(np.argmin(usable))
         states = states[:count]
         lengths = (brief[:count] & _LENGTH).view(np.int64)

@@ -58,6 +58,15 @@ class IndexMachine(RuleBasedStateMachine):
         changed = self.index.set_place(row, tier, 7 if tier in tiers else NONE)
         assert changed == (before != after)
 
+    @rule(key=st.sampled_from(KEYS), part=st.integers(0, 2))
+    def remove_object(self, key: bytes, part: int) -> None:
+        if key in self.model and part in self.model[key][1]:
+            row = self.index.find_object(self.index.find(key), part)
+            for tier in TIERS:
+                self.index.set_place(row, tier, NONE)
+            self.index.remove_object(row)
+            del self.model[key][1][part]
+
     @rule(key=st.sampled_from(KEYS))
     def remove(self, key: bytes) -> None:
         if key not in self.model:
@@ -129,6 +138,17 @@ class IndexMachine(RuleBasedStateMachine):
                 ]
                 assert index.children[tier][chunk] == len(resident)
 
+    @invariant()
+    def only_orphans_have_their_parents_keys_kept(self) -> None:
+        index = self.index
+        orphans = {
+            index.find(key): parent_key
+            for key, (parent_key, _) in self.model.items()
+            if parent_key and index.parent[index.find(key)] == NONE
+        }
+        assert index._orphan_parents == orphans
+        assert {row for rows in index._orphans.values() for row in rows} == set(orphans)
+
     def _circular(self, key: bytes) -> bool:
         seen: set[bytes] = set()
         while key in self.model and key not in seen:
@@ -138,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
 def test_subtree_lists_parents_before_children() -> None:

@@ -30,7 +30,7 @@ FAMILY = KVFamily(
 SPEC = FAMILY.spec()
 ALL_PARTS = (SMALL, ODD, BIG)
 PARTS = ((SMALL,), (BIG,), (ODD,), ALL_PARTS)
-PREFIXES = 3
+PREFIXES = 4
 CHUNKS = 5  # of each prefix; both namespaces have the same keys
 
 Name = tuple[str, bytes, str]  # namespace, key, part

@@ -30,7 +30,7 @@ from kvstored.supervise import Supervisor
 from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.ram.tier import RamTier
 
-GIVE_UP_S = 30.0
+GIVE_UP_S = 15.0
 CAPS = {"default": 1024 << 10, "locked": 512 << 10}
 CAP_BYTES = 1024 << 10
 RING_BYTES = 64 << 10

@@ -156,18 +156,25 @@ class AcquireStream:
         await self._stream.close()
 
 
-def held_keys(ns: Namespace, run: Run, states: bytes) -> tuple[list[bytes], int]:
-    """The keys of the run that `states` says are held, and what their chunks take up in RAM."""
+def hold_run(ns: Namespace, run: Run, states: bytes) -> tuple[list[bytes], int]:
+    """Hold the keys of the run that `states` says are there. Gives them, and what their chunks take
+    up in RAM (padded bytes).
+    """
     index = ns.index
     keys: list[bytes] = []
+    in_ram: list[bytes] = []
     charged = 0
     for i, row in enumerate(index.find_many(run.packed[: len(states) * KEY_BYTES]).tolist()):
         if row == NONE or not TierKind.RAM <= states[i] <= TierKind.OBJECT:
             continue
         keys.append(run.keys[i])
-        charged += sum(
+        nbytes = sum(
             padded_bytes(index.object_length[obj])
             for obj in index.object_rows(row)
             if index.place[TierKind.RAM][obj] != NONE
         )
+        if nbytes:
+            in_ram.append(run.keys[i])
+            charged += nbytes
+    ns.holds.add(keys, in_ram)
     return keys, charged

@@ -77,6 +77,19 @@ class LeafLru:
             heapq.heapify(self._joined)
             self._aside.clear()
 
+    def inner(self, count: int) -> list[tuple[int, int]]:
+        """Tick and row of the resident chunks that are no leaves, oldest first, at most `count`."""
+        index, rows = self._index, self._index.chunk_rows
+        there = np.frombuffer(index.tiers, np.uint8)[:rows] & self._bit > 0
+        there &= np.frombuffer(index.children[self._tier], np.uint32)[:rows] > 0
+        chosen = np.flatnonzero(there)
+        ticks = np.frombuffer(index.tick, np.uint64)[chosen]
+        if len(chosen) > count:
+            oldest = np.argpartition(ticks, count)[:count]
+            chosen, ticks = chosen[oldest], ticks[oldest]
+        order = np.argsort(ticks)
+        return list(zip(ticks[order].tolist(), chosen[order].tolist(), strict=True))
+
     def _oldest(self) -> tuple[int, int] | None:
         joined = self._joined[0] if self._joined else None
         if self._at < len(self._ticks):

@@ -185,7 +185,8 @@ class Putter:
         self, opened: _Open, got: Received, chunks: NDArray[np.int32], added: dict[bytes, int]
     ) -> int:
         """Publish one object: bytes are in place and checksummed; now, last, the index learns.
-        `chunks`: the rows of the run's keys, kept up to date; `added`: those that the put has added.
+
+        `chunks`: the rows of the run's keys, kept up to date; `added`: those that this put added.
         """
         ns, offer = opened.ns, opened.offer
         announced = offer.checksums[16 * got.index : 16 * got.index + 16]

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvstored.errors import KvstoredError
-from kvstored.store.index import NONE
+from kvstored.store.index import NONE, TIER_BIT
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
 from kvstored.store.trash import Trash
 from kvstored.tiers.base import NoRoom, Tier, TierKind
+
+MAX_INNER_CHUNKS = 4096
+"""Chunks that are no leaves and are looked at in one search for room, at most."""
 
 
 class Room:
@@ -29,13 +32,17 @@ class Room:
         residency: Residency,
         trash: Trash,
         busy: Callable[[Namespace, int, TierKind], bool],
+        wanted: Callable[[Namespace, int], bool],
     ) -> None:
-        """`busy(ns, chunk, tier)`: something is under way that needs the chunk to stay there."""
+        """`busy(ns, chunk, tier)`: something is under way that needs the chunk to stay there.
+        `wanted(ns, chunk)`: it may not be lost; unlike a lease, which only needs the bytes.
+        """
         self._tiers = tiers
         self._namespaces = namespaces
         self._residency = residency
         self._trash = trash
         self._busy = busy
+        self._wanted = wanted
 
     async def reserve(
         self,
@@ -112,7 +119,37 @@ class Room:
         finally:
             for ns in among:
                 ns.lru[tier].put_back()
+        if freed < wanted:
+            freed += self._evict_inner(tier, among, wanted - freed)
         return freed > 0
+
+    def _evict_inner(self, tier: TierKind, among: Sequence[Namespace], wanted: int) -> int:
+        """No leaf may go: evict chunks above those that somebody keeps. Gives the bytes freed.
+
+        Without it the lease of one leaf would keep its whole prefix in place, which nobody is
+        charged for. A chunk that is nowhere else goes with its subtree; what is leased of that
+        stays where its reader looks.
+        """
+        oldest = sorted(
+            (tick, ns.number, ns, row)
+            for ns in among
+            for tick, row in ns.lru[tier].inner(MAX_INNER_CHUNKS)
+        )
+        freed = 0
+        for _, _, ns, row in oldest[:MAX_INNER_CHUNKS]:
+            if freed >= wanted:
+                break
+            if ns.index.tiers[row] & TIER_BIT[tier] and self._may_leave(ns, tier, row):
+                freed += self._residency.evict_chunk(ns, row, tier)
+        return freed
+
+    def _may_leave(self, ns: Namespace, tier: TierKind, chunk: int) -> bool:
+        """Whether a chunk that is no leaf may go from the tier, with what would be lost by it."""
+        if self._kept(ns, tier, chunk):
+            return False
+        if ns.index.tiers[chunk] & ~TIER_BIT[tier]:
+            return True
+        return not any(self._wanted(ns, row) for row in ns.index.subtree(chunk))
 
     def _victim(self, tier: TierKind, among: Sequence[Namespace]) -> tuple[Namespace | None, int]:
         best: Namespace | None = None

@@ -26,8 +26,8 @@ from kvstored.store.api import (
     StoppedReport,
 )
 from kvstored.store.counting import count_get, count_leased, count_match
-from kvstored.store.index import NONE
-from kvstored.store.leasing import AcquireStream, held_keys, lease_run
+from kvstored.store.index import NONE, TIER_BIT
+from kvstored.store.leasing import AcquireStream, hold_run, lease_run
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
@@ -99,7 +99,9 @@ class Store:
         self._trash = Trash(self.tiers)
         ram.on_freed = self._trash.freed.notify
         self.residency = Residency(self.accounts, self.tiers, self._trash.discard)
-        self._room = Room(self.tiers, self.namespaces, self.residency, self._trash, self._busy)
+        self._room = Room(
+            self.tiers, self.namespaces, self.residency, self._trash, self._busy, self._wanted
+        )
         self.writer: Writer | None = None
         self._loader: Loader | None = None
         if nvme is not None:
@@ -179,8 +181,10 @@ class Store:
 
     def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
         """Whether something is under way that needs the chunk to stay in the tier."""
-        if ns.holds and ns.index.key(chunk) in ns.holds:
-            return True
+        if ns.holds and (key := ns.index.key(chunk)) in ns.holds:
+            others = ns.index.tiers[chunk] & ~TIER_BIT[tier]
+            if not others or tier is not TierKind.RAM or ns.holds.in_ram(key):
+                return True
         if tier is TierKind.RAM:
             if self.writer is not None and self.writer.busy(ns, chunk):
                 return True
@@ -191,6 +195,15 @@ class Store:
                 if places[row] != NONE
             )
         return self._loader is not None and self._loader.busy(ns, chunk)
+
+    def _wanted(self, ns: Namespace, chunk: int) -> bool:
+        """Whether the chunk may not be lost, though its bytes may stay where a reader looks."""
+        return (
+            ns.pinned(chunk)
+            or (bool(ns.holds) and ns.index.key(chunk) in ns.holds)
+            or (self.writer is not None and self.writer.busy(ns, chunk))
+            or (self._loader is not None and self._loader.busy(ns, chunk))
+        )
 
     # -- families ------------------------------------------------------------------------------
 
@@ -276,10 +289,7 @@ class Store:
         """Keep the chunks that `states` says are held from eviction, in whatever tier they are,
         until `unhold`. Gives their keys, and what they take up in RAM (padded bytes).
         """
-        ns = self.namespace(run.namespace)
-        keys, charged_bytes = held_keys(ns, run, states)
-        ns.holds.add(keys)
-        return keys, charged_bytes
+        return hold_run(self.namespace(run.namespace), run, states)
 
     def unhold(self, namespace: str, keys: Iterable[bytes]) -> None:
         """The twin of `hold`: once for each time a key was held."""

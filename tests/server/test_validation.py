@@ -241,11 +241,11 @@ def test_list_defaults_to_a_page() -> None:
 
 def test_match_refuses_what_it_does_not_serve() -> None:
     with pytest.raises(errors.Unimplemented, match="hold"):
-        check.check_match(pb.MatchRequest(hold=True))
+        check.check_match(pb.MatchRequest(hold=True), holdable=False)
     unknown = pb.MatchRequest()
     unknown.mode = 9
     with pytest.raises(errors.BadRequest, match="mode: 9"):
-        check.check_match(unknown)
+        check.check_match(unknown, holdable=False)
 
 
 def test_limits_agree_with_the_tiers() -> None:

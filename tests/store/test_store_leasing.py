@@ -220,6 +220,53 @@ async def test_a_rule_that_needs_few_chunks_leases_few() -> None:
         store.release(np.concatenate([leased.places for leased in found]))
 
 
+async def test_the_lease_of_a_last_chunk_keeps_no_other_in_ram(tmp_path: Path) -> None:
+    for folder in (tmp_path, None):
+        async with open_store(folder, ram_bytes=2 * MIB) as store:
+            c, run, data = await put_some(store, 20)
+            last = c.run(tokens(20), start=19)
+            answer = store.acquire_now(last, NO_BOUND)
+            assert answer is not None
+            other = c.run(tokens(27, 1))
+            more = [payload(100 + i, SIZE) for i in range(27)]
+            assert set(await c.put(other, more, timeout_s=5)) == {pb.STORED}
+            assert bytes_of(store, answer[0]) == {0: data[19]}
+            await settle(store)  # a write under way leases what it reads
+            assert store.ram.leased_bytes == SIZE
+            states = c.states(run)
+            assert states[:19].count(pb.IN_RAM) <= 2
+            if folder is not None:
+                assert set(states[:19]) <= {pb.IN_RAM, pb.IN_NVME}
+                assert (await c.get(run))[0] == dict(enumerate(data))
+            store.release(answer[0].places)
+            assert store.ram.leased_bytes == 0
+
+
+async def test_what_is_pinned_or_held_is_not_lost_for_room() -> None:
+    async with open_store(ram_bytes=2 * MIB) as store:
+        c, run, _ = await put_some(store, 20)
+        keys, _ = store.hold(c.run(tokens(20), start=19), bytes([pb.IN_RAM]))
+        for seed in range(100, 160):
+            await c.put(c.run(tokens(1, seed)), [payload(seed, SIZE)], wait=False)
+        assert c.states(run) == [pb.IN_RAM] * 20
+        store.unhold("default", keys)
+
+
+async def test_a_hold_of_what_is_below_keeps_no_ram(tmp_path: Path) -> None:
+    async with open_store(tmp_path, ram_bytes=4 * MIB, nvme_bytes=64 * MIB) as store:
+        c, run, data = await put_some(store, 3)
+        await evict_from_ram(store, c, SIZE)
+        keys, charged = store.hold(run, store.match(run, pb.EACH, pb.DEPTH_NODE).states)
+        assert (keys, charged) == (run.keys, 0)
+        await c.get(run)
+        assert c.states(run) == [pb.IN_RAM] * 3
+        for seed in range(500, 600):
+            await c.put(c.run(tokens(1, seed)), [payload(seed, SIZE)], durable=True)
+        assert c.states(run) == [pb.IN_NVME] * 3
+        assert (await c.get(run))[0] == dict(enumerate(data))
+        store.unhold("default", keys)
+
+
 async def test_a_held_chunk_outlives_eviction_in_ram_and_on_nvme(tmp_path: Path) -> None:
     async with open_store(tmp_path, ram_bytes=4 * MIB, nvme_bytes=16 * MIB) as store:
         c, run, data = await put_some(store, 3)

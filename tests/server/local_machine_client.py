@@ -31,6 +31,7 @@ STEP_BYTES = 24 << 10
 class Row:
     """A granted object: `data` has to be there as long as its lease is."""
 
+    key: bytes
     segment_id: int
     offset: int
     data: bytes
@@ -38,9 +39,10 @@ class Row:
 
 @dataclass(eq=False)
 class Lease:
-    """The rows under one id. `under_way`: more may come, or an error."""
+    """The rows under one id. `under_way`: more, or an error, may come. `gone`: deleted since."""
 
     rows: list[Row] = field(default_factory=list)
+    gone: set[bytes] = field(default_factory=set)
     under_way: bool = True
     released: bool = False
 
@@ -318,7 +320,7 @@ class Client(LocalWire):
             assert xxhash.xxh3_128_digest(data) == checksum
             key, part = objects[index]
             assert self.book.may_be((self.namespace, key, part), data, began)
-            lease.rows.append(Row(segment_id, offset, data))
+            lease.rows.append(Row(key, segment_id, offset, data))
 
     def let_go(self, lease_id: int, quietly: bool) -> Asked | None:
         """Release whatever has this id, if anything has."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import uvloop
-from server.local_machine_book import SPEC
+from server.local_machine_book import ALL_PARTS, CHUNKS, PREFIXES, SPEC, Span
 from server.serving import MIB, SALTS, TOKEN
 
 from kvstored.io.base import RealFiles
@@ -25,10 +25,13 @@ from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.limits import Limits, LocalLimits
 from kvstored.server.local.listener import LocalServer
 from kvstored.server.local.session import Session, State
+from kvstored.store.index import NONE, TIER_BIT
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor
+from kvstored.tiers.base import NoRoom, TierKind
 from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.proto import kvstore_pb2 as pb
 
 GIVE_UP_S = 15.0
 CAPS = {"default": 1024 << 10, "locked": 512 << 10}
@@ -120,7 +123,25 @@ class World:
 
     def held(self, namespace: str, key: bytes) -> bool:
         """Whether a chunk is in some tier."""
-        return self.store.namespaces[namespace].index.find(key) >= 0
+        return self.store.namespaces[namespace].index.find(key) != NONE
+
+    def in_ram(self, namespace: str, key: bytes) -> bool:
+        """Whether something of a chunk is in RAM."""
+        index = self.store.namespaces[namespace].index
+        chunk = index.find(key)
+        return chunk != NONE and bool(index.tiers[chunk] & TIER_BIT[TierKind.RAM])
+
+    async def delete_everything(self) -> None:
+        """Of every namespace, and show that its memory can serve others."""
+        for namespace in CAPS:
+            for prefix in range(PREFIXES):
+                run = Span(prefix, 0, CHUNKS, ALL_PARTS).run(namespace)
+                await self.store.delete(self.dispatcher.run_of(run, pb.Context()))
+        for tier in self.store.tiers.values():
+            assert (tier.usage().charged_bytes, tier.usage().objects) == (0, 0)
+        (place,) = await self.ram.reserve("default", [CAP_BYTES])
+        assert not isinstance(place, NoRoom)
+        self.ram.cancel([place])
 
     async def time_passes(self) -> None:
         """What clients are late to unmap is overdue."""

@@ -246,7 +246,9 @@ class Machine(RuleBasedStateMachine):
         who=WHO,
         spans=st.lists(st.one_of(WHOLE, SPANS), min_size=1, max_size=3),
         gated=CHANCE,
-        then=st.lists(st.sampled_from(("read", "release", "cancel", "open the gate")), max_size=3),
+        then=st.lists(
+            st.sampled_from(("read", "release", "cancel", "delete", "open the gate")), max_size=3
+        ),
     )
     def acquire(self, who: int, spans: list[Span], gated: bool, then: list[str]) -> None:
         """`gated`: what comes from the disk comes later. `then`: with the answers under way."""
@@ -262,6 +264,8 @@ class Machine(RuleBasedStateMachine):
             if what == "release":
                 for lease_id in ids:
                     client.let_go(lease_id, quietly=True)
+            elif what == "delete":
+                self.delete_at(client, spans[0])
             else:
                 self.meanwhile_at(client, what)
 
@@ -289,11 +293,13 @@ class Machine(RuleBasedStateMachine):
     @rule(who=WHO, span=SPANS)
     def delete(self, who: int, span: Span) -> None:
         """Its answer waits for readers of the disk."""
-        if (client := self.someone(who)) is None:
-            return
+        if client := self.someone(who):
+            self.delete_at(client, span)
+
+    def delete_at(self, client: Client, span: Span) -> None:
         for other in self.clients:
             if other.namespace == client.namespace:
-                for held in other.holds.values():
+                for held in [*other.holds.values(), *other.leases.values()]:
                     held.gone |= span.with_what_is_below()
         asked = client.delete(span)
         if self.world.gate.is_set():
@@ -340,6 +346,7 @@ class Machine(RuleBasedStateMachine):
             world.do(world.until(lambda client=client: not client.unread_bytes))
         world.do(world.settle())
         self.views_have_their_bytes()
+        self.leases_protect()
         self.books_agree()
         self.memory_is_counted()
         self.holds_protect()
@@ -358,6 +365,14 @@ class Machine(RuleBasedStateMachine):
                 for row in lease.rows:
                     mapped = client.segments[row.segment_id]
                     assert mapped[row.offset : row.offset + len(row.data)] == row.data
+
+    def leases_protect(self) -> None:
+        """To evict what is leased frees nothing. Without a disk it may go with what is above."""
+        for client in self.clients if self.disk else []:
+            for lease in client.leases.values():
+                for row in lease.rows:
+                    gone = lease.released or row.key in lease.gone
+                    assert gone or self.world.in_ram(client.namespace, row.key)
 
     def books_agree(self) -> None:
         """What the daemon says is leased, and what clients know to be."""
@@ -471,6 +486,7 @@ class Machine(RuleBasedStateMachine):
         assert not world.ram._retirement._leaving
         assert world.counted().keys() == world.ram._growth.memory.keys()
         assert world.dispatcher.open_payload_calls == 0
+        world.do(world.delete_everything())
 
 
 class DiskMachine(Machine):
@@ -488,6 +504,7 @@ def peers() -> Iterator[Peers]:
     made.close()
 
 
+@pytest.mark.timeout(600)  # a failure takes its time to shrink
 @pytest.mark.parametrize(
     ("machine", "examples", "steps"), [(Machine, 40, 80), (DiskMachine, 30, 60)]
 )

@@ -10,6 +10,8 @@ from __future__ import annotations
 import mmap
 from array import array
 
+import numpy as np
+
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MIN_STEP_ROWS = 1024
 
@@ -105,6 +107,27 @@ class Table:
             if default:
                 self._columns[name].view[row] = default
         return row
+
+    def new_many(self, count: int) -> list[int]:
+        """Rows with every column at its default. There must be room: see `has_room`."""
+        rows: list[int] = []
+        links = self._columns[self._link].view
+        while self._free >= 0 and len(rows) < count:
+            rows.append(self._free)
+            self._free = links[self._free]
+        reused = len(rows)
+        rows.extend(range(self.rows, self.rows + count - reused))
+        self.rows += count - reused
+        self.used += count
+        chosen = np.array(rows, np.int64)
+        for name, default in self._defaults.items():
+            if default or reused:
+                np.asarray(self._columns[name].view)[chosen] = default
+        return rows
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many rows can be had without `grow`."""
+        return self.capacity - self.used >= count
 
     def free(self, row: int) -> None:
         """Give a row back for reuse."""

@@ -14,6 +14,7 @@ adopted when the parent comes. All methods belong to the verbs' loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,28 @@ _FREE = 0xFFFF_FFFF  # family of a row that is no chunk
 
 def _ignore(chunk: int) -> None:
     """Nobody asks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """New chunks of one prefix that follow each other, each with one object of the same part.
+
+    `packed`: their keys, back to back. `parent_key`: of the first one's parent, `parent_row` its
+    row, if known. `depth`: of the first. `end_tokens`, `lengths`: shape [chunks]. `checksums`: 16
+    bytes each.
+    """
+
+    packed: bytes
+    parent_key: bytes
+    parent_row: int
+    family: int
+    tenant: int
+    depth: int
+    end_tokens: NDArray[np.uint64]
+    expires_ms: int
+    part: int
+    lengths: NDArray[np.uint32]
+    checksums: bytes
 
 
 class ChunkIndex:
@@ -180,6 +203,82 @@ class ChunkIndex:
         self._attach(chunk, key, parent_key, parent_row)
         return chunk
 
+    def add_chain(self, chain: Chain) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Add chunks that follow each other, with one object each; they are in no tier. Chunk rows
+        and object rows, in order; shapes [n] and [n].
+
+        No key of it may be held, and none occur twice.
+        """
+        count = len(chain.lengths)
+        while not self._chunks.has_room(count):
+            try:
+                self._chunks.grow()
+            finally:
+                self._bind_chunks()
+        while not self._objects.has_room(count):
+            try:
+                self._objects.grow()
+            finally:
+                self._bind_objects()
+        chunks = np.array(self._chunks.new_many(count), np.int32)
+        objects = np.array(self._objects.new_many(count), np.int32)
+        self._keys.add_many(chain.packed, chunks)
+        self._fill_chunks(chain, chunks, objects)
+        self._fill_objects(chain, chunks, objects)
+        first = int(chunks[0])
+        self._attach(first, self.key(first), chain.parent_key, chain.parent_row)
+        if self._orphans:
+            for chunk in chunks[1:].tolist():
+                self._adopt(chunk, self.key(chunk))
+        return chunks, objects
+
+    def _fill_chunks(
+        self, chain: Chain, chunks: NDArray[np.int32], objects: NDArray[np.int32]
+    ) -> None:
+        count = len(chunks)
+        brief = chain.lengths.astype(np.uint64)
+        brief |= np.uint64(ONE_OBJECT | chain.part << PART_SHIFT)
+        if chain.expires_ms:
+            brief |= np.uint64(EXPIRES)
+        np.asarray(self.brief)[chunks] = brief
+        np.asarray(self.expires_ms)[chunks] = chain.expires_ms
+        np.asarray(self.family)[chunks] = chain.family
+        np.asarray(self.tenant)[chunks] = chain.tenant
+        np.asarray(self.depth)[chunks] = np.arange(chain.depth, chain.depth + count)
+        np.asarray(self.end_token)[chunks] = chain.end_tokens
+        np.asarray(self.first_object)[chunks] = objects
+        np.asarray(self.parent)[chunks[1:]] = chunks[:-1]
+        np.asarray(self.first_child)[chunks[:-1]] = chunks[1:]
+
+    def _fill_objects(
+        self, chain: Chain, chunks: NDArray[np.int32], objects: NDArray[np.int32]
+    ) -> None:
+        np.asarray(self.object_chunk)[objects] = chunks
+        np.asarray(self.object_part)[objects] = chain.part
+        np.asarray(self.object_length)[objects] = chain.lengths
+        halves = np.frombuffer(chain.checksums, ">u8").reshape(-1, 2)
+        np.asarray(self._high)[objects] = halves[:, 0]
+        np.asarray(self._low)[objects] = halves[:, 1]
+
+    def set_places(
+        self,
+        chunks: NDArray[np.int32],
+        objects: NDArray[np.int32],
+        tier: TierKind,
+        places: list[int],
+    ) -> None:
+        """`set_place` for the only objects of chunks that are in no tier yet, parents first."""
+        np.asarray(self.place[tier])[objects] = places
+        bit = TIER_BIT[tier]
+        np.asarray(self.tiers)[chunks] |= bit
+        np.asarray(self.brief)[chunks] |= np.uint64(bit << TIERS_SHIFT)
+        children = np.asarray(self.children[tier])
+        parents = np.asarray(self.parent)[chunks]
+        np.add.at(children, parents[parents != NONE], 1)
+        leaves = chunks[children[chunks] == 0].tolist()
+        for leaf in leaves:
+            self.on_leaf[tier](leaf)
+
     def set_expiry(self, chunk: int, expires_ms: int) -> None:
         """Set when a chunk's time is over, in Unix ms; 0: never."""
         self.expires_ms[chunk] = expires_ms
@@ -193,6 +292,10 @@ class ChunkIndex:
             self._link(parent, chunk)
         elif parent_key:
             self._orphan(chunk, parent_key)
+        self._adopt(chunk, key)
+
+    def _adopt(self, chunk: int, key: bytes) -> None:
+        """Take in the chunks that waited for this one."""
         for orphan in self._orphans.pop(key, ()):
             if orphan == chunk or self._is_ancestor(orphan, chunk):
                 # Keys that a client made up can name each other in a circle: it stays an orphan.

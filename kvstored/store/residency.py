@@ -70,6 +70,27 @@ class Residency:
         index.set_place(row, tier, place)
         self._charge(ns, row, tier, 1)
 
+    def place_chain(
+        self,
+        ns: Namespace,
+        chunks: NDArray[np.int32],
+        objects: NDArray[np.int32],
+        places: list[int],
+    ) -> None:
+        """`place_object` in RAM for what `ChunkIndex.add_chain` gave."""
+        index = ns.index
+        self._tick += len(chunks)
+        ticks = np.arange(self._tick - len(chunks) + 1, self._tick + 1, dtype=np.uint64)
+        np.asarray(index.tick)[chunks] = ticks
+        index.set_places(chunks, objects, TierKind.RAM, places)
+        lengths = np.asarray(index.object_length)[objects].tolist()
+        tier = self.tiers[TierKind.RAM]
+        label = TIER_LABEL[TierKind.RAM]
+        tenant = ns.tenants[index.tenant[int(chunks[0])]]
+        charged = sum(map(tier.charge_bytes, lengths))
+        self.accounts.charge(ns.name, tenant, label, charged, len(lengths))
+        self.accounts.stored[ns.name, tenant, label].add(len(lengths), 0, sum(lengths))
+
     def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
         """The object is no longer readable in a tier. Gives the place, now the caller's."""
         index = ns.index

@@ -13,7 +13,7 @@ import xxhash
 from kvstored.server.limits import PIECE_BYTES
 from kvstored.store.api import Received, WantedObject
 
-STEP_BYTES = 512 << 10
+STEP_BYTES = 1024 << 10
 """Copied and hashed at a time. Divides a piece."""
 
 

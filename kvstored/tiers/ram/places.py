@@ -149,6 +149,39 @@ class Places:
         self._table.state[row] = READABLE
         self._count(segment.namespace, 1)
 
+    def publish_many(
+        self, places: NDArray[np.int64], tags: list[int], checksums: bytes, pieces: list[bytes]
+    ) -> None:
+        """`publish` for reserved places, each once, with what each was reserved for. Raises
+        PlaceError, and nothing is published, when one is not reserved.
+        """
+        rows, columns = self._table.rows(places), self._table.columns
+        reserved = columns.state[rows] == RESERVED
+        if not reserved.all():
+            raise PlaceError(f"place {int(places[reserved.argmin()]):#x} is not reserved")
+        self._keep_pieces(rows.tolist(), checksums, pieces)
+        columns.checksum[rows] = np.frombuffer(checksums, np.uint64).reshape(-1, 2)
+        for row, tag in zip(rows.tolist(), tags, strict=True):
+            self._table.tag[row] = tag
+        columns.state[rows] = READABLE
+        segments = self._slabs.segments
+        for segment_id, count in Counter(columns.segment[rows].tolist()).items():
+            segments[segment_id].pinned -= count
+            self._count(segments[segment_id].namespace, count)
+
+    def _keep_pieces(self, rows: list[int], checksums: bytes, pieces: list[bytes]) -> None:
+        table = self._table
+        for i, (row, own) in enumerate(zip(rows, pieces, strict=True)):
+            segment = self._slabs.segments[table.segment[row]]
+            checksum = checksums[CHECKSUM_BYTES * i : CHECKSUM_BYTES * (i + 1)]
+            if stride := segment.piece_stride:
+                if len(own) != piece_count(table.length_bytes[row]) * PIECE_CHECKSUM_BYTES:
+                    raise PlaceError(f"{len(own)} bytes of piece checksums")
+                start = table.slot[row] * stride
+                segment.pieces[start : start + len(own)] = own
+            elif own != _only_piece(checksum):
+                raise PlaceError("the checksum of the only piece is not the object's")
+
     def lease(self, place: int) -> None:
         """One more reader of a readable place."""
         row = self._row(place, READABLE)

@@ -204,6 +204,20 @@ class RamTier(Tier):
             meta.piece_checksums,
         )
 
+    def publish_many(
+        self,
+        places: Sequence[int],
+        keys: Sequence[bytes],
+        part: str,
+        checksums: bytes,
+        pieces: list[bytes],
+    ) -> None:
+        """`publish` for objects of one part, in order; `checksums` back to back, `pieces` one by
+        one. Each place holds an object of the length that it was reserved for.
+        """
+        tags = [_tag(key, part) for key in keys]
+        self._places.publish_many(np.array(places, np.int64), tags, checksums, pieces)
+
     async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
         """See Tier: copies each payload into its place and publishes it."""
         return await self._finish(self._write(items))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 from google.protobuf.message import Message
@@ -41,7 +41,6 @@ class Receiver(Protocol):
         """The step is run again from its beginning."""
 
 
-@runtime_checkable
 class RowReceiver(Receiver, Protocol):
     """One that can also take a download out of memory that is shared with the daemon."""
 

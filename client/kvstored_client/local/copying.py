@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,16 +131,22 @@ def windows(request: pb.GetRequest, chunk_bytes: int, max_bytes: int) -> list[Wi
     return found
 
 
+def chunks_of(request: pb.GetRequest) -> int:
+    """How many chunks a get asks for."""
+    return len(request.run.keys) // _KEY_BYTES
+
+
 class Copying:
     """One get under way."""
 
     def __init__(self, link: Link, step: Download, stop: StopFlag | None) -> None:
-        assert isinstance(step.receiver, RowReceiver), "the transport serves no other"
-        self._receiver = step.receiver
+        self._receiver = cast("RowReceiver", step.receiver)  # the transport serves no other
         self._link = link
         self._step = step
         self._stop = stop
         most = min(MAX_WINDOW_BYTES, link.opened.max_leased_bytes // 4)
+        if step.chunk_bytes * chunks_of(step.request) <= min(MAX_WINDOW_BYTES, 2 * most):
+            most = MAX_WINDOW_BYTES  # one window, and as much left for others
         self._todo = windows(step.request, step.chunk_bytes, most)
         self._open: list[tuple[Acquiring, Window]] = []
 

@@ -38,7 +38,6 @@ from kvstored_client.steps import (
     Download,
     Hold,
     Reserve,
-    RowReceiver,
     Step,
     Unary,
     Upload,
@@ -58,7 +57,7 @@ def serves(step: Step) -> bool:
         return step.method in _KINDS
     if isinstance(step, Download):
         # An Acquire would bring into RAM what is to go past it.
-        return not step.request.bypass_ram and isinstance(step.receiver, RowReceiver)
+        return not step.request.bypass_ram and hasattr(step.receiver, "take_rows")
     return True
 
 

@@ -117,16 +117,16 @@ def test_another_process_can_write_it_and_no_more(user: str) -> None:
 
 
 async def test_footprint_counts_what_exists_and_rings_have_a_bound() -> None:
-    limits = LocalLimits(ring_bytes=MIB, max_total_staging_bytes=2 * MIB)
+    limits = LocalLimits(ring_bytes=MIB // 4, max_total_staging_bytes=MIB)
     shared = Staging(limits)
-    one, two = await shared.make_ring(), await shared.make_ring()
-    assert shared.footprint_bytes == 2 * MIB
+    one, two = await shared.make_ring("default"), await shared.make_ring("default")
+    assert shared.footprint_bytes == MIB // 2
     with pytest.raises(ResourceExhausted):
-        await shared.make_ring()
-    shared.free_ring(one)
+        await shared.make_ring("default")
+    shared.free("default", one)
     await shared.settled()
-    assert shared.footprint_bytes == MIB
-    shared.free_ring(two)
+    assert shared.footprint_bytes == MIB // 4
+    shared.free("default", two)
     await shared.close()
     assert shared.footprint_bytes == 0
 
@@ -139,12 +139,12 @@ async def test_making_that_is_given_up_leaves_nothing() -> None:
     for making in makings:
         making.cancel()
     await asyncio.wait(makings)
-    made = await shared.make_ring()  # the pool makes one after the other: those are made
-    shared.free_ring(made)
+    made = await shared.make_ring("default")  # the pool makes one after the other: those are made
+    shared.free("default", made)
     await shared.settled()
     assert (shared.footprint_bytes, staging_maps(), open_fds()) == (0, maps, fds)
     area = await shared.make_area("default", 64 * MIB)  # its half is free again
-    shared.free_area("default", area)
+    shared.free("default", area)
     await shared.close()
 
 

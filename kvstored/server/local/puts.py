@@ -117,11 +117,11 @@ class Puts:
         raise ending.cause
 
     async def _make_ring(self) -> _Ring:
-        memory = await self._staging.make_ring()
+        memory = await self._staging.make_ring(self._session.namespace)
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
-            self._staging.free_ring(memory)
+            self._staging.free(self._session.namespace, memory)
             raise ResourceExhausted(
                 f"no data channel: {error.strerror}",
                 "give the daemon more descriptors (LimitNOFILE)",
@@ -189,5 +189,5 @@ class Puts:
         await self.stop()
         ring, self._ring = self._ring, None
         if ring is not None:
-            self._staging.free_ring(ring.memory)
+            self._staging.free(self._session.namespace, ring.memory)
         self._areas.close()

@@ -31,6 +31,7 @@ from kvstored.server.local.leases import Budget, Leases, Share
 from kvstored.server.local.peer import Peer
 from kvstored.server.local.puts import Puts
 from kvstored.server.local.requests import Requests
+from kvstored.server.local.staging import most_area_bytes
 from kvstored.server.local.wire import Events, Inbox, Outbox
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import BadFrameError, Flag, Frame, Kind, pack
@@ -252,7 +253,7 @@ class Session:
             boot_epoch=dispatcher.store.boot_epoch,
             session_id=self.number,
             max_leased_bytes=budget.cap_bytes,
-            max_staging_bytes=local.max_staging_bytes,
+            max_staging_bytes=most_area_bytes(local),
             max_requests=local.max_requests,
         )
 

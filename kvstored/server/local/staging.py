@@ -30,7 +30,11 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 KEPT_BYTES = 64 << 20
 """Of areas that a session keeps for its next Reserve."""
 
+LEAST_RING_BYTES = 256 << 10
+"""A put through a smaller ring would be copied in pieces too small to be fast."""
+
 RETRY_MS = 100
+_LATE_RINGS = 64  # how many fit into what is left, at least, once that is little
 _RETIRE_WAIT_S = 1.0  # for a client to unmap areas that are in the way of a larger one
 _MIN_AREA_BYTES = 1 << 20
 _MADV_REMOVE = 9
@@ -94,16 +98,34 @@ def _memfd(size_bytes: int) -> int:
     return descriptor
 
 
+def most_area_bytes(limits: LocalLimits) -> int:
+    """What the areas of one session may take: they leave its namespace room for a ring."""
+    half = limits.max_total_staging_bytes // 2
+    beside_ring = half - _ring_bytes(limits, half, 0)
+    return max(0, min(limits.max_staging_bytes, beside_ring)) & -pages.PAGE_BYTES
+
+
+def _ring_bytes(limits: LocalLimits, most_bytes: int, taken_bytes: int) -> int:
+    """The size of the next ring where so much of so much is taken."""
+    full = limits.ring_bytes & -pages.PAGE_BYTES
+    left = most_bytes - taken_bytes
+    if left - full >= most_bytes // 4:
+        return full
+    return min(full, max(LEAST_RING_BYTES, left // _LATE_RINGS & -pages.PAGE_BYTES))
+
+
 class Staging:
     """What all sessions have of such memory, and its bounds.
 
-    A namespace's areas take at most half of the total, so that none keeps every other out.
+    A namespace takes at most half of the total, so that none keeps every other out. A ring stays
+    with its session, also an idle one; so once less than a quarter of what may be taken would be
+    left, new rings are smaller, down to LEAST_RING_BYTES, and many more sessions can put.
     """
 
     def __init__(self, limits: LocalLimits) -> None:
         self.limits = limits
         self._footprint_bytes = 0
-        self._areas_bytes: Counter[str] = Counter()
+        self._namespace_bytes: Counter[str] = Counter()
         self._pool = ThreadPoolExecutor(1, "kvstored-staging")
         self._freeing: set[asyncio.Future[None]] = set()
         self._ids = itertools.count(1)
@@ -117,25 +139,32 @@ class Staging:
         """An id for an area, never given before."""
         return next(self._ids)
 
-    async def make_ring(self) -> Memory:
-        """A ring. Raises ResourceExhausted."""
-        nbytes = self.limits.ring_bytes & -pages.PAGE_BYTES
-        if self._footprint_bytes + nbytes > self.limits.max_total_staging_bytes:
-            raise _full("rings and areas of all sessions", self.limits.max_total_staging_bytes)
-        return await self._make(nbytes)
+    async def make_ring(self, namespace: str) -> Memory:
+        """A ring of a namespace's session, as large as it may be. Raises ResourceExhausted."""
+        total = self.limits.max_total_staging_bytes
+        return await self._make_within(
+            namespace,
+            min(
+                _ring_bytes(self.limits, total // 2, self._namespace_bytes[namespace]),
+                _ring_bytes(self.limits, total, self._footprint_bytes),
+            ),
+        )
 
     async def make_area(self, namespace: str, nbytes: int) -> Memory:
         """An area of a namespace's session. Raises ResourceExhausted."""
+        return await self._make_within(namespace, nbytes)
+
+    async def _make_within(self, namespace: str, nbytes: int) -> Memory:
         total = self.limits.max_total_staging_bytes
-        if self._areas_bytes[namespace] + nbytes > total // 2:
-            raise _full(f"areas of namespace {namespace!r}, which may have half,", total)
+        if self._namespace_bytes[namespace] + nbytes > total // 2:
+            raise _full(f"rings and areas of namespace {namespace!r}, which may have half,", total)
         if self._footprint_bytes + nbytes > total:
             raise _full("rings and areas of all sessions", total)
-        self._areas_bytes[namespace] += nbytes
+        self._namespace_bytes[namespace] += nbytes
         try:
             return await self._make(nbytes)
         except BaseException:
-            self._areas_bytes[namespace] -= nbytes
+            self._namespace_bytes[namespace] -= nbytes
             raise
 
     async def _make(self, nbytes: int) -> Memory:
@@ -160,13 +189,9 @@ class Staging:
         else:
             self._free(made.result())
 
-    def free_ring(self, memory: Memory) -> None:
-        """Give a ring back; nobody in the daemon reads it any more."""
-        self._free(memory)
-
-    def free_area(self, namespace: str, memory: Memory) -> None:
-        """Give an area back; nobody in the daemon reads it any more."""
-        self._areas_bytes[namespace] -= memory.size_bytes
+    def free(self, namespace: str, memory: Memory) -> None:
+        """Give a ring or an area back; nobody in the daemon reads it any more."""
+        self._namespace_bytes[namespace] -= memory.size_bytes
         self._free(memory)
 
     def _free(self, memory: Memory) -> None:
@@ -227,7 +252,7 @@ class Areas:
     def __init__(self, staging: Staging, session: AreasPort) -> None:
         self._staging = staging
         self._session = session
-        self._most_bytes = staging.limits.max_staging_bytes & -pages.PAGE_BYTES
+        self._most_bytes = most_area_bytes(staging.limits)
         self._bytes = 0  # of all of them, those being made too
         self._used: set[Area] = set()
         self._kept: dict[Area, None] = {}  # least recently used first
@@ -316,7 +341,7 @@ class Areas:
 
     def _free(self, area: Area) -> None:
         self._bytes -= area.size_bytes
-        self._staging.free_area(self._session.namespace, area.memory)
+        self._staging.free(self._session.namespace, area.memory)
 
     def stop(self) -> None:
         """Ask the client for nothing any more."""
@@ -340,6 +365,7 @@ def _rounded(nbytes: int) -> int:
 def _full(what: str, most_bytes: int) -> ResourceExhausted:
     return ResourceExhausted(
         f"{what} would take more than the {most_bytes} bytes allowed for staging",
-        "commit or release what is reserved, and try again",
+        "commit or release what is reserved, close sessions that put no more, or allow more "
+        "(local.max_total_staging_bytes)",
         retry_after_ms=RETRY_MS,
     )

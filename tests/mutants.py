@@ -147,6 +147,27 @@ MUTANTS = (
         "pass",
         ("tests/store/test_store_ram.py",),
     ),
+    Mutant(
+        "leased chunks evicted all the same",
+        "kvstored/store/store.py",
+        "                self.ram.leased(places[row])\n",
+        "                False\n",
+        ("tests/server/test_local_machine.py",),
+    ),
+    Mutant(
+        "a release that forgets the grants on their way",
+        "kvstored/server/local/leases.py",
+        "        if grants.stop is not None:\n            grants.stop()\n",
+        "        grants.released = grants.stop is None\n",
+        ("tests/server/test_local_machine.py",),
+    ),
+    Mutant(
+        "memory counted as free that a client has not unmapped",
+        "kvstored/tiers/ram/retirement.py",
+        "self.segment is None and (self.clients is None or self.clients.done())",
+        "self.segment is None",
+        ("tests/server/test_local_machine.py",),
+    ),
 )
 
 
@@ -159,6 +180,7 @@ def run(mutant: Mutant, copy: Path) -> str:
     file.write_text(original.replace(mutant.old, mutant.new))
     environment = dict(os.environ, PYTHONPATH=f"{copy}:{copy / 'client'}")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout=60", *mutant.tests]
+    command.append("--hypothesis-profile=unshrunk")
     try:
         done = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False

@@ -358,8 +358,9 @@ class Client(LocalWire):
         asked = self.ask(w.DELETE, pb.DeleteRequest(run=span.run(self.namespace)))
 
         def end() -> None:
-            assert not asked.error
-            self.book.deleted(self.namespace, span, asked.began)
+            assert asked.error in (0, pb.RESOURCE_EXHAUSTED)  # with many under way
+            if not asked.error:
+                self.book.deleted(self.namespace, span, asked.began)
 
         asked.end = end
         return asked
@@ -476,10 +477,16 @@ class Client(LocalWire):
         self.book.sent(offers)
         request = pb.CommitRequest(lease_id=lease_id, indices=chosen)
         asked = await self.answered(self.ask(w.COMMIT, request))
+        if asked.error == pb.RESOURCE_EXHAUSTED:  # with many under way: it stays
+            self.book.answered(offers, [pb.PUT_UNSPECIFIED] * len(offers))
+            self.reservations[lease_id] = reservation
+            return
         assert not asked.error
         (reply,) = asked.replies
         assert isinstance(reply, pb.PutReply)
         self.book.answered(offers, [reply.states[i] for i in chosen or reservation.offers])
+        left = reservation.offers.keys() - chosen if chosen else ()
+        assert all(reply.states[i] == pb.NOT_OFFERED for i in left)
         if area is not None and reservation.area_id in self.areas:
             for at in reservation.offsets.values():
                 area[at : at + 4096] = b"\xee" * 4096

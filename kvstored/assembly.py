@@ -22,7 +22,7 @@ NVME_FOLDER = "nvme"
 def build_store(settings: Settings, supervisor: Supervisor, files: Files | None = None) -> Store:
     """The store over its tiers, not yet opened. `files` None: the real ones."""
     ram_caps = {n.name: n.ram_cap_bytes for n in settings.namespaces}
-    ram = RamTier(settings.ram.cap_bytes, _cap_of(ram_caps))
+    ram = RamTier(settings.ram.cap_bytes, _cap_of(ram_caps), namespaces=list(ram_caps))
     nvme = None
     caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
     if settings.nvme.enabled:

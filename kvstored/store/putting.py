@@ -76,6 +76,12 @@ class Putter:
         states = bytearray(len(offer.lengths_bytes))
         wanted = self._plan(ns, offer, states)
         lengths = [offer.lengths_bytes[i] for i in wanted]
+        fitting = _fitting(lengths, self._ram.most_bytes(ns.name))
+        for index in wanted[fitting:]:  # no waiting helps: these can never be there together
+            alone = padded_bytes(offer.lengths_bytes[index]) > self._ram.most_bytes(ns.name)
+            states[index] = pb.REFUSED_TOO_LARGE if alone else pb.REFUSED_CAP
+            self._remember_refusal(ns, offer.run.keys[index // len(offer.run.parts)])
+        wanted, lengths = wanted[:fitting], lengths[:fitting]
         places = await self._reserve(ns, offer, lengths) if wanted else []
         self._next_ticket += 1
         opened = _Open(ns, offer, {})
@@ -356,6 +362,15 @@ class Putter:
             self._ram.cancel(list(opened.places.values()))
             opened.places.clear()
             self._trash.freed.notify()
+
+
+def _fitting(lengths: Sequence[int], room_bytes: int) -> int:
+    """How many leading objects fit in so much memory together."""
+    for count, length in enumerate(lengths):
+        room_bytes -= padded_bytes(length)
+        if room_bytes < 0:
+            return count
+    return len(lengths)
 
 
 def _is_new_chain(offer: PutOffer, whole: Sequence[Received], chunks: NDArray[np.int32]) -> bool:

@@ -33,12 +33,14 @@ _MODE = 0o660  # as the engines' gRPC socket
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 16
 _RETRY_ACCEPT_S = 0.1
+_PROMPT_S = 0.2  # a RETIRE that is not answered for so long may never be
 
 
 class Ram(Segments, Protocol):
     """What local sessions need of the RAM tier."""
 
     retiring: Callable[[int], asyncio.Future[None] | None] | None
+    stuck: Callable[[], frozenset[int]] | None
 
     def usage(self) -> TierUsage:
         """The tier's cap, among others."""
@@ -68,7 +70,8 @@ class LocalServer:
         self._sessions: dict[Session, None] = {}  # in the order in which they came
         self._per_namespace: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
-        self._retiring: dict[int, tuple[asyncio.Future[None], set[Session]]] = {}
+        # By segment: what is done when it is unmapped, who has not said so, and since when.
+        self._retiring: dict[int, tuple[asyncio.Future[None], set[Session], float]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
         self._socket: UnixSocket | None = None
         self._listener: socket.socket | None = None
@@ -96,6 +99,7 @@ class LocalServer:
         whole = self._ram.usage().cap_bytes * self.dispatcher.limits.local.max_leased_fraction_tier
         self._whole.cap_bytes = int(whole)
         self._ram.retiring = self.retire
+        self._ram.stuck = self.stuck
         self._accept_more()
         self._look()
         self._socket.publish()
@@ -125,7 +129,7 @@ class LocalServer:
             self._timer.cancel()
         for session in [*self._sessions]:
             session.stop(Draining("the daemon is stopping", "again after a restart"))
-        self._ram.retiring = None
+        self._ram.retiring = self._ram.stuck = None
         if self._cleaning:
             await asyncio.wait([*self._cleaning], timeout=timeout_s)
         self._movers.stop()
@@ -265,10 +269,19 @@ class LocalServer:
         if not told:
             return None
         done: asyncio.Future[None] = self.loop.create_future()
-        self._retiring[segment_id] = (done, told)
+        self._retiring[segment_id] = (done, told, self.loop.time())
         for session in [*told]:
             session.retire_segment(segment_id)
         return done
+
+    def stuck(self) -> frozenset[int]:
+        """Ids of the segments that would not come back: told to a session that is over for us, or
+        that has left a RETIRE unanswered for some time.
+        """
+        before = self.loop.time() - _PROMPT_S
+        late = {s for _, told, at in self._retiring.values() if at < before for s in told}
+        late |= {s for s in self._sessions if s.state is State.QUARANTINED}
+        return frozenset(segment_id for session in late for segment_id in session.told)
 
     def unmapped(self, session: Session, segment_ids: Iterable[int]) -> None:
         """See Host."""
@@ -276,7 +289,7 @@ class LocalServer:
             asked = self._retiring.get(segment_id)
             if asked is None or session not in asked[1]:
                 continue
-            done, told = asked
+            done, told, _ = asked
             session.told.discard(segment_id)
             told.discard(session)
             if not told:

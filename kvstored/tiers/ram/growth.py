@@ -77,9 +77,10 @@ class Growth:
         """
         async with self._lock:
             await self._retirement.look_again()
-            spared: set[int] = set()
+            stuck = self._retirement.stuck()
+            spared = set(stuck)
             while (place := take()) is None:
-                step = self._slabs.plan(namespace, slot_bytes, demand_bytes, spared)
+                step = self._slabs.plan(namespace, slot_bytes, demand_bytes, spared, stuck)
                 if isinstance(step, NoRoom):
                     return step
                 if isinstance(step, Create):

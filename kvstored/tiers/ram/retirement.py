@@ -23,6 +23,7 @@ EXPECTED_S = 2.0
 """How long after that the memory is thought to be on its way, so that none is emptied instead."""
 
 AskClients = Callable[[int], "asyncio.Future[None] | None"]
+StuckSegments = Callable[[], frozenset[int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,15 @@ class Retirement:
     """
 
     def __init__(
-        self, slabs: Slabs, pool: Executor, ask: AskClients, freed: Callable[[], None]
+        self,
+        slabs: Slabs,
+        pool: Executor,
+        ask: AskClients,
+        freed: Callable[[], None],
+        stuck: StuckSegments = frozenset,
     ) -> None:
+        """`stuck()`: ids of the segments in use whose memory would not come back now."""
+        self.stuck = stuck
         self._slabs = slabs
         self._pool = pool
         self._ask = ask

@@ -8,7 +8,7 @@ the sum of all segments, also those being made or given back, never passes a cap
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -109,10 +109,16 @@ class Reclaim:
 class Slabs:
     """All segments of a tier. `namespace_cap(name)` is asked at each growth; None: the tier's cap.
 
-    `footprint_bytes` is the sum of all segments; `spaces` has the same per namespace.
+    `footprint_bytes` is the sum of all segments; `spaces` has the same per namespace. `floors`:
+    bytes that no other namespace may take of the cap.
     """
 
-    def __init__(self, cap_bytes: int, namespace_cap: Callable[[str], int] | None = None) -> None:
+    def __init__(
+        self,
+        cap_bytes: int,
+        namespace_cap: Callable[[str], int] | None = None,
+        floors: Mapping[str, int] | None = None,
+    ) -> None:
         if cap_bytes < ALIGNMENT_BYTES:
             raise ValueError(f"cap of {cap_bytes} bytes is less than a page")
         self.cap_bytes = cap_bytes
@@ -120,6 +126,7 @@ class Slabs:
         self.segments: dict[int, SlabSegment] = {}
         self.spaces: dict[str, Space] = {}
         self._namespace_cap = namespace_cap
+        self.floors = dict(floors or {})
         self._next_id = 0
         self._expected: dict[int, SlabSegment] = {}  # retired ones whose memory comes back soon
 
@@ -128,6 +135,11 @@ class Slabs:
         if self._namespace_cap is None:
             return self.cap_bytes
         return min(self.cap_bytes, self._namespace_cap(namespace))
+
+    def most_of(self, namespace: str) -> int:
+        """Most bytes that the namespace can ever have: its cap, less what others are sure of."""
+        others = sum(floor for name, floor in self.floors.items() if name != namespace)
+        return min(self.cap_of(namespace), self.cap_bytes - others)
 
     def slot_bytes(self, namespace: str, length_bytes: int) -> int:
         """Slot size for an object: exact for the namespace's first MAX_EXACT_CLASSES sizes, then
@@ -193,29 +205,48 @@ class Slabs:
             size_class.open[segment.segment_id] = segment
 
     def plan(
-        self, namespace: str, slot_bytes: int, demand_bytes: int, skip: Container[int] = ()
+        self,
+        namespace: str,
+        slot_bytes: int,
+        demand_bytes: int,
+        skip: Container[int] = (),
+        stuck: Set[int] = frozenset(),
     ) -> Create | Reclaim | NoRoom:
         """Next step towards a free slot of that size, where there is none.
 
         `demand_bytes`: what the call at hand still wants in this class. `skip`: ids of segments
-        that turned out not to be reclaimable.
+        that turned out not to be reclaimable. `stuck`: of segments whose memory would not come
+        back, as a client that maps them does not answer.
         """
         space = self.spaces.get(namespace) or Space()
         cap = self.cap_of(namespace)
-        if slot_bytes > cap:
+        if slot_bytes > self.most_of(namespace):
             return NoRoom.NEVER
-        own_room = cap - space.footprint_bytes
+        free_to_it = min(cap, self.cap_bytes - self._kept_for_others(namespace))
+        own_room = free_to_it - space.footprint_bytes
         room = min(own_room, self.cap_bytes - self.footprint_bytes)
         if room >= slot_bytes:
             wanted = self._wanted_slots(space, slot_bytes, demand_bytes, cap)
             return Create(min(wanted, room // slot_bytes))
         if self._room_comes(namespace, slot_bytes - own_room, slot_bytes - room):
             return NoRoom.PENDING
-        own_binds = own_room < slot_bytes and cap < self.cap_bytes
-        victim = _cheapest([space] if own_binds else self.spaces.values(), skip)
+        own_binds = own_room < slot_bytes and free_to_it < self.cap_bytes
+        spaces = [space] if own_binds else list(self.spaces.values())
+        victim = _cheapest(spaces, skip)
         if victim is not None:
             return Reclaim(victim)
+        if stuck and (hopeless := _hopeless(space, slot_bytes, spaces, stuck)) is not None:
+            return hopeless
         return NoRoom.NAMESPACE if own_binds else NoRoom.TIER
+
+    def _kept_for_others(self, namespace: str) -> int:
+        """What is left of the floors of the other namespaces."""
+        spaces = self.spaces
+        return sum(
+            max(0, floor - (spaces[name].footprint_bytes if name in spaces else 0))
+            for name, floor in self.floors.items()
+            if name != namespace
+        )
 
     def begin_segment(self, namespace: str, slot_bytes: int, slots: int) -> SlabSegment:
         """A segment to be made: counted from now on, without slots to take before `activate`."""
@@ -325,6 +356,22 @@ def _cheapest(spaces: Iterable[Space], skip: Container[int]) -> SlabSegment | No
                 if cost < best_cost and segment.segment_id not in skip:
                     best, best_cost = segment, cost
     return best
+
+
+def _hopeless(
+    space: Space, slot_bytes: int, spaces: Iterable[Space], stuck: Set[int]
+) -> NoRoom | None:
+    """Where eviction would empty segments that do not come back: evict in the own class, whose
+    slots are of use as they are, or nothing. None: eviction may help as ever.
+    """
+    own = space.classes.get(slot_bytes)
+    for each in spaces:
+        for size_class in each.classes.values():
+            if size_class is not own and any(s not in stuck for s in size_class.segments):
+                return None
+    if own is not None and any(segment.used for segment in own.segments.values()):
+        return NoRoom.NAMESPACE
+    return NoRoom.PENDING
 
 
 def _has_slack(size_class: SizeClass, segment: SlabSegment) -> bool:

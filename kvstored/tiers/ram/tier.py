@@ -36,6 +36,7 @@ from kvstored.tiers.ram.retirement import Retirement
 from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
 
 _THREADS = 4
+_FLOORS = 8  # the floors of all namespaces together are this part of the cap
 _FEW = 5  # places of one length that are quicker taken one by one than in numpy's steps
 _ZEROS = bytes(4096)
 
@@ -47,7 +48,8 @@ class RamTier(Tier):
 
     `cap_bytes`: hard cap over all segments. `namespace_cap(name)` gives a namespace's own in
     bytes; None: the tier's. `hugepages` False: small pages even where huge ones can be had.
-    `threads`: size of the pool that touches memory.
+    `threads`: size of the pool that touches memory. `namespaces`: those that are sure of a floor,
+    all of them together of an eighth of the cap, whoever holds the rest and does not give back.
 
     All methods belong to one event loop, except `usage` and `namespace_usage`. A place used
     against its life raises PlaceError.
@@ -62,8 +64,12 @@ class RamTier(Tier):
         *,
         hugepages: bool = True,
         threads: int = _THREADS,
+        namespaces: Sequence[str] = (),
     ) -> None:
-        self._slabs = Slabs(cap_bytes, namespace_cap)
+        floor = cap_bytes // _FLOORS // max(1, len(namespaces))
+        caps = namespace_cap or (lambda name: cap_bytes)
+        floors = {name: min(floor, caps(name)) for name in namespaces}
+        self._slabs = Slabs(cap_bytes, namespace_cap, floors)
         self._places = Places(self._slabs)
         self._want_hugepages = hugepages
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="ram-pool")
@@ -71,10 +77,14 @@ class RamTier(Tier):
         """Asked on the loop, with the id of an empty segment, when no new place can lie in it: have
         the clients unmap it. None when none maps it; else a future that is done when none does.
         """
+        self.stuck: Callable[[], frozenset[int]] | None = None
+        """Asked on the loop: ids of the segments that somebody maps who does not answer, so that
+        emptying them would give no memory back.
+        """
         self.on_freed: Callable[[], None] | None = None
         """Called on the loop when memory came back late: who waits for room looks again."""
         self._retirement = Retirement(
-            self._slabs, self._pool, self._ask_clients, self._tell_of_room
+            self._slabs, self._pool, self._ask_clients, self._tell_of_room, self._ask_stuck
         )
         self._growth = self._new_growth(hugepages=False)
         self._mode = "closed"
@@ -350,6 +360,13 @@ class RamTier(Tier):
 
     def _ask_clients(self, segment_id: int) -> asyncio.Future[None] | None:
         return self.retiring(segment_id) if self.retiring is not None else None
+
+    def _ask_stuck(self) -> frozenset[int]:
+        return self.stuck() if self.stuck is not None else frozenset()
+
+    def most_bytes(self, namespace: str) -> int:
+        """Most bytes that the namespace can ever have here: its cap, less the floors of others."""
+        return self._slabs.most_of(namespace)
 
     def _tell_of_room(self) -> None:
         if self.on_freed is not None:

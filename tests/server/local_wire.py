@@ -109,7 +109,8 @@ class LocalWire:
     def send_raw(self, data: bytes, fds: Sequence[int] = ()) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.socket.sendmsg([data], rights)
-        self.socket.sendall(data[sent:])
+        if sent < len(data):  # to send nothing fails, too, where the peer has hung up
+            self.socket.sendall(data[sent:])
 
     def receive(self) -> Got:
         """The next frame; Ended when there will be none."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import repeat
+
+import numpy as np
+
+from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import kvstore_pb2 as pb
 
 
@@ -30,3 +35,10 @@ class Ghosts:
     def reason(self, key: bytes) -> int:
         """Why the chunk is not held: a ChunkState of 16 or more."""
         return self._reasons.get(key[:8], pb.MISS_NEVER_STORED)
+
+    def reasons(self, packed: bytes) -> list[int]:
+        """`reason` of every key; whole keys back to back."""
+        if not self._reasons:
+            return [int(pb.MISS_NEVER_STORED)] * (len(packed) // KEY_BYTES)
+        shorts = np.frombuffer(packed, "V8")[:: KEY_BYTES // 8].tolist()
+        return list(map(self._reasons.get, shorts, repeat(int(pb.MISS_NEVER_STORED))))

@@ -285,6 +285,11 @@ class ChunkIndex:
         brief = self.brief[chunk]
         self.brief[chunk] = brief | EXPIRES if expires_ms else brief & ~EXPIRES
 
+    def set_expiries(self, chunks: NDArray[np.int32], expires_ms: int) -> None:
+        """`set_expiry` for many; not 0. Shape [chunks]."""
+        np.asarray(self.expires_ms)[chunks] = expires_ms
+        np.asarray(self.brief)[chunks] |= np.uint64(EXPIRES)
+
     def _attach(self, chunk: int, key: bytes, parent_key: bytes, parent: int) -> None:
         if parent == NONE and parent_key:
             parent = self._keys.find(parent_key)

@@ -16,6 +16,7 @@ from kvstored.store.index import EXPIRES, NONE, ONE_OBJECT, PART_SHIFT
 from kvstored.store.namespace import Namespace
 from kvstored.store.reading import GetStream
 from kvstored.store.residency import Residency, now_ms
+from kvstored.store.walk import column, objects_of, padded
 from kvstored.tiers.base import ALIGNMENT_BYTES, TierKind, padded_bytes
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
@@ -161,20 +162,16 @@ def hold_run(ns: Namespace, run: Run, states: bytes) -> tuple[list[bytes], int]:
     up in RAM (padded bytes).
     """
     index = ns.index
-    keys: list[bytes] = []
-    in_ram: list[bytes] = []
-    charged = 0
-    for i, row in enumerate(index.find_many(run.packed[: len(states) * KEY_BYTES]).tolist()):
-        if row == NONE or not TierKind.RAM <= states[i] <= TierKind.OBJECT:
-            continue
-        keys.append(run.keys[i])
-        nbytes = sum(
-            padded_bytes(index.object_length[obj])
-            for obj in index.object_rows(row)
-            if index.place[TierKind.RAM][obj] != NONE
-        )
-        if nbytes:
-            in_ram.append(run.keys[i])
-            charged += nbytes
-    ns.holds.add(keys, in_ram)
-    return keys, charged
+    rows = index.find_many(run.packed[: len(states) * KEY_BYTES])
+    fastest = np.frombuffer(states, np.uint8)[: len(rows)]
+    there = (rows != NONE) & (fastest >= TierKind.RAM) & (fastest <= TierKind.OBJECT)
+    held = there.nonzero()[0]
+    if not len(held):
+        return [], 0
+    at, objects = objects_of(index, rows[held])
+    resident = column(index.place[TierKind.RAM], np.int64)[objects] != NONE
+    in_ram = np.zeros(len(held), np.bool_)
+    in_ram[at[resident]] = True
+    keys = [run.keys[i] for i in held.tolist()]
+    ns.holds.add(keys, [run.keys[i] for i in held[in_ram].tolist()])
+    return keys, int(padded(index, objects[resident]).sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +19,10 @@ from kvstored.store.index import (
 )
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import now_ms
+from kvstored.store.walk import column, objects_of
 from kvstored.tiers.base import TierKind
-from kvstored_client.identity import longest_boundary
+from kvstored_client.identity import KEY_BYTES, longest_boundary
 from kvstored_client.proto import kvstore_pb2 as pb
-
-_Item = TypeVar("_Item", bound=np.generic)
 
 FIRST_MISS = int(pb.MISS_NEVER_STORED)
 
@@ -32,10 +30,6 @@ _LENGTH = np.uint64(0xFFFF_FFFF)
 _ONE_OF_PART = np.uint64(ONE_OBJECT | 0xFFFF << PART_SHIFT)
 _ALL_IN_RAM = _ONE_OF_PART | np.uint64(EXPIRES | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
 _IN_RAM = bytes([TierKind.RAM])
-
-
-def _column(column: memoryview[int], dtype: type[_Item]) -> NDArray[_Item]:
-    return np.frombuffer(column, dtype)
 
 
 def _states_of_tiers(deepest: TierKind) -> NDArray[np.uint8]:
@@ -86,11 +80,9 @@ class Lookup:
 
     def each(self) -> int:
         """Every chunk on its own: held when all parts asked for are. Gives how many are."""
-        held = 0
-        for i, key in enumerate(self._run.keys):
-            self.states[i] = state = self._chunk_state(key, self._run.parts)
-            held += state < FIRST_MISS
-        return held
+        states = self._states(0, len(self._run), self._run.parts)
+        self.states[:] = states.tobytes()
+        return int((states < FIRST_MISS).sum())
 
     def prefix(self) -> int:
         """The longest boundary at which every group's rule holds, as chunks of the run."""
@@ -122,6 +114,8 @@ class Lookup:
         brief = np.frombuffer(index.brief, np.uint64).take(chunks)
         wanted = np.uint64(ONE_OBJECT | part << PART_SHIFT | TIER_BIT[TierKind.RAM] << TIERS_SHIFT)
         if ((brief ^ wanted) & _ALL_IN_RAM).any():
+            if not (brief & np.uint64(ONE_OBJECT)).all():
+                return self._leading_of_parts((part,))
             return self._settle(chunks, brief, part)
         nbytes = int((brief & _LENGTH).sum())
         self.bytes_by_tier[TierKind.RAM] += nbytes
@@ -145,20 +139,20 @@ class Lookup:
         wanted[list(parts)] = 1
         found, slowest = np.zeros(len(chunks), np.int64), np.zeros(len(chunks), np.uint8)
         nbytes = {tier: np.zeros(len(chunks), np.int64) for tier in TIERS}
-        at, objects = np.arange(len(chunks)), _column(index.first_object, np.int32)[chunks]
+        at, objects = np.arange(len(chunks)), column(index.first_object, np.int32)[chunks]
         while (more := objects != NONE).any():
             at, objects = at[more], objects[more]
             bits = np.zeros(len(at), np.uint8)
             for tier in TIERS:
-                there = _column(index.place[tier], np.int64)[objects] != NONE
+                there = column(index.place[tier], np.int64)[objects] != NONE
                 bits[there] |= TIER_BIT[tier]
-            states = deepest[bits] * wanted[_column(index.object_part, np.uint16)[objects]]
+            states = deepest[bits] * wanted[column(index.object_part, np.uint16)[objects]]
             found[at] += states != 0
             slowest[at] = np.maximum(slowest[at], states)
-            lengths = _column(index.object_length, np.uint32)[objects]
+            lengths = column(index.object_length, np.uint32)[objects]
             for tier in TIERS:
                 nbytes[tier][at] += lengths * (states == tier)
-            objects = _column(index.object_next, np.int32)[objects]
+            objects = column(index.object_next, np.int32)[objects]
         usable = (found == len(set(parts))) & ~self._ns.expired_many(chunks, self._now_ms)
         count = len(chunks) if usable.all() else int(np.argmin(usable))
         for tier in TIERS:
@@ -189,9 +183,7 @@ class Lookup:
             g: tuple(p for p in run.parts if run.family.parts[p].group == g) for g in groups
         }
         states = {
-            group: np.array(
-                [self._chunk_state(key, parts, count=False) for key in run.keys], np.uint8
-            )
+            group: self._states(0, len(run), parts, count=False)
             for group, parts in by_group.items()
         }
         boundary = longest_boundary(
@@ -202,9 +194,14 @@ class Lookup:
             end_token=run.end_token,
         )
         needed = needed_chunks(run, boundary)
-        for i in range(boundary):
-            parts = tuple(p for g in groups if i in needed[g] for p in by_group[g])
-            self.states[i] = self._chunk_state(run.keys[i], parts) if parts else int(pb.NOT_NEEDED)
+        slowest = np.zeros(boundary, np.uint8)
+        for group, chunks in needed.items():
+            if group in groups and (chunks := range(chunks.start, min(chunks.stop, boundary))):
+                found = self._states(chunks.start, chunks.stop, by_group[group])
+                part = slowest[chunks.start : chunks.stop]
+                np.maximum(part, found, out=part)
+        slowest[slowest == 0] = pb.NOT_NEEDED
+        self.states[:boundary] = slowest.tobytes()
         if boundary < len(run):
             worst = max(int(row[boundary]) for row in states.values())
             self.states[boundary] = worst if worst >= FIRST_MISS else int(pb.MISS_AFTER_GAP)
@@ -216,7 +213,57 @@ class Lookup:
         if rest > 0:
             self.states[i:] = bytes([pb.MISS_AFTER_GAP]) * rest
 
-    def _chunk_state(self, key: bytes, parts: tuple[int, ...], *, count: bool = True) -> int:
+    def _states(
+        self, first: int, stop: int, parts: tuple[int, ...], *, count: bool = True
+    ) -> NDArray[np.uint8]:
+        """`_chunk_state` of the run's chunks from `first` to before `stop`."""
+        ns = self._ns
+        packed = self._run.packed[first * KEY_BYTES : stop * KEY_BYTES]
+        chunks = ns.index.find_many(packed)
+        states = np.full(len(chunks), pb.MISS_EXPIRED, np.uint8)
+        missing = chunks == NONE
+        if missing.all():
+            states[:] = ns.ghosts.reasons(packed)
+            return states
+        if missing.any():
+            states[missing] = np.array(ns.ghosts.reasons(packed), np.uint8)[missing]
+        usable = ~(missing | ns.expired_many(chunks, self._now_ms))
+        states[usable] = self._states_of(chunks[usable], parts, count)
+        return states
+
+    def _states_of(
+        self, chunks: NDArray[np.int32], parts: tuple[int, ...], count: bool
+    ) -> NDArray[np.uint8]:
+        """The same of chunks that are held: a step per object of the fullest, and per part."""
+        index, deepest = self._ns.index, _STATES[self._depth == pb.DEPTH_RAM]
+        at, objects = objects_of(index, chunks)
+        part_of = column(index.object_part, np.uint16)[objects]
+        whole = np.ones(len(chunks), np.bool_)
+        slowest = np.zeros(len(chunks), np.uint8)
+        for part in parts:
+            mine = part_of == part
+            rows = np.full(len(chunks), NONE, np.int32)
+            rows[at[mine]] = objects[mine]
+            bits = np.zeros(len(chunks), np.uint8)
+            for tier in TIERS:
+                there = column(index.place[tier], np.int64).take(rows, mode="clip") != NONE
+                bits[there & (rows != NONE)] |= TIER_BIT[tier]
+            states = deepest[bits]
+            whole &= states != 0
+            slowest = np.maximum(slowest, states)
+            if count:
+                self._count(states[whole], rows[whole])
+        slowest[~whole] = pb.MISS_NEVER_STORED
+        return slowest
+
+    def _count(self, states: NDArray[np.uint8], rows: NDArray[np.int32]) -> None:
+        lengths = column(self._ns.index.object_length, np.uint32)[rows].astype(np.int64)
+        for tier in TIERS:
+            nbytes = int(lengths[states == tier].sum())
+            self.bytes_by_tier[tier] += nbytes
+            self.payload_bytes += nbytes
+
+    def _chunk_state(self, key: bytes, parts: tuple[int, ...]) -> int:
         ns, index = self._ns, self._ns.index
         chunk = index.find(key)
         if chunk == NONE:
@@ -230,10 +277,9 @@ class Lookup:
             if not state:
                 return int(pb.MISS_NEVER_STORED)
             slowest = max(slowest, state)
-            if count:
-                length = index.object_length[row]
-                self.payload_bytes += length
-                self.bytes_by_tier[TierKind(state)] += length
+            length = index.object_length[row]
+            self.payload_bytes += length
+            self.bytes_by_tier[TierKind(state)] += length
         return slowest
 
 
@@ -244,7 +290,9 @@ def match(
     lookup = Lookup(ns, run, depth)
     chunks = lookup.each() if mode == pb.EACH else lookup.prefix()
     if mode == pb.EACH:
-        tokens = sum(run.chunk_tokens(i) for i, s in enumerate(lookup.states) if s < FIRST_MISS)
+        tokens = chunks * run.family.chunk_tokens
+        if lookup.states and lookup.states[-1] < FIRST_MISS:  # the last one may be shorter
+            tokens -= run.family.chunk_tokens - run.chunk_tokens(len(run) - 1)
     else:
         tokens = (
             run.chunk_end_token(chunks - 1) - run.start * run.family.chunk_tokens if chunks else 0

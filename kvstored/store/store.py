@@ -38,10 +38,12 @@ from kvstored.store.residency import Residency, now_ms
 from kvstored.store.room import Room
 from kvstored.store.trash import Trash
 from kvstored.store.views import list_page, status_reply, usage_reply
+from kvstored.store.walk import column, objects_of, padded
 from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import Tier, TierKind
 from kvstored.tiers.ram.tier import RamTier
+from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import admin_pb2
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -49,6 +51,7 @@ log = logging.getLogger("kvstored.store")
 
 SWEEP_EVERY_S = 1.0
 SWEEP_ROWS = 16384
+DELETE_ROWS = 256
 MAX_PIN_MS = 3_600_000
 
 
@@ -313,11 +316,11 @@ class Store:
         ns = self.namespace(run.namespace)
         answer = match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms)
         at_ms = now_ms()
-        rows = [row for key in run.keys if (row := ns.find(key, at_ms)) != NONE]
+        found = ns.find_many(run.packed, at_ms)
+        rows = found[found != NONE]
         self.residency.touch(ns, rows)
-        if ttl_ms:
-            for row in rows:
-                ns.index.set_expiry(row, at_ms + ttl_ms)
+        if ttl_ms and len(rows):
+            ns.index.set_expiries(rows, at_ms + ttl_ms)
         return answer.states
 
     async def delete(self, run: Run, corrupt: bool = False) -> int:
@@ -329,12 +332,18 @@ class Store:
         ns = self.namespace(run.namespace)
         state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
         dropped = 0
-        for key in reversed(run.keys):
-            chunk = ns.index.find(key)
-            if chunk == NONE:
-                continue
-            self.residency.drop_subtree(ns, chunk, state, "corrupt" if corrupt else "deleted")
-            dropped += 1
+        reason = "corrupt" if corrupt else "deleted"
+        # From the end, a slice at a time: others have their turn between slices that were held.
+        for stop in range(len(run), 0, -DELETE_ROWS):
+            first = max(0, stop - DELETE_ROWS)
+            found = ns.index.find_many(run.packed[first * KEY_BYTES : stop * KEY_BYTES])
+            rows = found[found != NONE][::-1].tolist()
+            for chunk in rows:
+                if ns.index.held(chunk):  # else it went with one that is above it, or came twice
+                    self.residency.drop_subtree(ns, chunk, state, reason)
+                    dropped += 1
+            if rows and first:
+                await asyncio.sleep(0)
         # Also those that another delete, or the clock, has dropped and is still waiting for.
         if self.writer is not None and (dying := self.writer.dying(ns)):
             await asyncio.wait(dying)
@@ -359,19 +368,14 @@ class Store:
         """Object rows of the run's leading chunks that are not in RAM, up to half of the cap."""
         index, at_ms = ns.index, now_ms()
         left_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
-        rows: list[int] = []
-        for key in run.keys:
-            chunk = ns.find(key, at_ms)
-            if chunk == NONE:
-                continue
-            for row in index.object_rows(chunk):
-                if index.object_part[row] not in run.parts:
-                    continue
-                left_bytes -= self.ram.charge_bytes(index.object_length[row])
-                if left_bytes < 0:
-                    return rows
-                if index.place[TierKind.RAM][row] == NONE:
-                    rows.append(row)
+        _, objects = objects_of(index, ns.find_many(run.packed, at_ms))
+        wanted = np.zeros(len(run.family.parts), np.bool_)
+        wanted[list(run.parts)] = True
+        objects = objects[wanted[column(index.object_part, np.uint16)[objects]]]
+        fit = int(np.searchsorted(np.cumsum(padded(index, objects)), left_bytes, side="right"))
+        objects = objects[:fit]
+        there = column(index.place[TierKind.RAM], np.int64)[objects] != NONE
+        rows: list[int] = objects[~there].tolist()
         return rows
 
     def _release_loaded(self, future: asyncio.Future[Loaded]) -> None:
@@ -386,8 +390,9 @@ class Store:
         """
         ns = self.namespace(run.namespace)
         at_ms = now_ms()
-        rows = [row for key in run.keys if (row := ns.find(key, at_ms)) != NONE]
-        if len(ns.pins.keys() | set(rows)) > MAX_PINNED_CHUNKS:
+        found = ns.find_many(run.packed, at_ms)
+        rows = found[found != NONE].tolist()
+        if len(ns.pins) + len(set(rows).difference(ns.pins)) > MAX_PINNED_CHUNKS:
             raise errors.ResourceExhausted(
                 f"more than {MAX_PINNED_CHUNKS} chunks pinned", "unpin some", retry_after_ms=1000
             )
@@ -398,8 +403,10 @@ class Store:
     def unpin(self, run: Run) -> int:
         """End pins of the run's chunks. Gives how many were pinned."""
         ns = self.namespace(run.namespace)
-        rows = (ns.index.find(key) for key in run.keys)
-        return sum(ns.pins.pop(row, None) is not None for row in rows if row != NONE)
+        if not ns.pins:
+            return 0
+        rows = ns.index.find_many(run.packed)
+        return sum(ns.pins.pop(row, None) is not None for row in rows[rows != NONE].tolist())
 
     def list(self, namespace: str, family: bytes, cursor: bytes, limit: int) -> pb.ListReply:
         """One page of a namespace's chunks; see proto ListReply."""

@@ -9,9 +9,11 @@ import pytest
 
 from kvstored.store.api import Family, PartInfo, Run
 from kvstored.store.index import NONE, TIERS
+from kvstored.store.leasing import hold_run
 from kvstored.store.lookup import Lookup
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import now_ms
+from kvstored.store.walk import objects_of
 from kvstored_client.identity import GroupRule
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -77,6 +79,52 @@ def test_batches_and_single_looks_agree(seed: int) -> None:
         assert batch.states == single.states
         assert batch.payload_bytes == single.payload_bytes
         assert batch.bytes_by_tier == single.bytes_by_tier
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_says_what_looking_at_one_chunk_after_the_other_says(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(20):
+        held = dice.sample(range(4), dice.choice([1, 1, 2, 3, 4]))
+        chunks = some_chunks(dice, held)
+        for _ in range(dice.randrange(8)):  # several of a kind, too
+            chunks[dice.randrange(len(KEYS))] = dice.choice(chunks)
+        ns = filled(chunks, expiry=dice.random() < 0.5)
+        for key in dice.sample(KEYS, dice.choice([0, 5])):
+            ns.ghosts.remember(key, pb.MISS_EVICTED)
+        parts = tuple(dice.sample(range(4), dice.randint(1, 4)))
+        depth = dice.choice([pb.DEPTH_RAM, pb.DEPTH_NODE])
+        run = Run("default", "t", FAMILY, b"".join(KEYS), 0, b"", 0, parts)
+        batch, single = Lookup(ns, run, depth), Lookup(ns, run, depth)
+        states = bytes(single._chunk_state(key, parts) for key in KEYS)
+        assert batch.each() == sum(state < pb.MISS_NEVER_STORED for state in states)
+        assert bytes(batch.states) == states
+        assert batch.payload_bytes == single.payload_bytes
+        assert batch.bytes_by_tier == single.bytes_by_tier
+
+
+def test_a_hold_covers_what_is_there_and_charges_what_is_in_ram() -> None:
+    both: Chunk = ("held", {0: (1,), 1: (2,)})  # 4096 bytes in RAM, and 4097 below
+    ns = filled([both, ("held", {0: (2,)}), ("missing", {}), both], expiry=False)
+    run = Run("default", "t", FAMILY, b"".join(KEYS[:4]), 0, b"", 0, (0,))
+    keys, charged = hold_run(ns, run, bytes([pb.IN_RAM, pb.IN_NVME, pb.IN_RAM, pb.MISS_EXPIRED]))
+    assert (keys, charged) == (KEYS[:2], 4096)
+    assert [ns.holds.in_ram(key) for key in KEYS[:2]] == [True, False]
+    assert KEYS[3] not in ns.holds
+
+
+def test_objects_of_many_chunks_come_in_the_order_of_each() -> None:
+    dice = random.Random(3)
+    ns = filled(some_chunks(dice, [0, 1, 2, 3]), expiry=False)
+    chunks = ns.index.find_many(b"".join(KEYS))
+    at, objects = objects_of(ns.index, chunks)
+    expected = [
+        (n, row)
+        for n, chunk in enumerate(chunks.tolist())
+        if chunk != NONE
+        for row in ns.index.object_rows(chunk)
+    ]
+    assert list(zip(at.tolist(), objects.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize("seed", range(20))

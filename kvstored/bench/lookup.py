@@ -263,7 +263,12 @@ class _Busy:
     def _read_lag(self, control: Child, busy_for_s: float) -> None:
         self._lag.params.setdefault("window_s", round(min(busy_for_s, 60.0), 1))
         bare_us = float(control.ask("lag"))
-        self._lag.add(loop_lag_us(self._daemon.http) - bare_us, bare_us)
+        self._lag.add(later_us(loop_lag_us(self._daemon.http), bare_us), bare_us)
+
+
+def later_us(lag_us: float, control_us: float) -> float:
+    """How much later than the control the loop is; not at all where the control is later."""
+    return max(0.0, lag_us - control_us)
 
 
 def loop_lag_us(http_socket: Path) -> float:

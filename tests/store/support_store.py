@@ -41,16 +41,22 @@ async def open_store(
     settings: StoreSettings | None = None,
     ram_caps: dict[str, int] | None = None,
     files: Files | None = None,
+    floors: bool = False,
 ) -> AsyncIterator[Store]:
     """A store that is open; NVMe only where a directory is given."""
-    ram = RamTier(ram_bytes, (lambda n: ram_caps.get(n, ram_bytes)) if ram_caps else None)
+    settings = settings or StoreSettings()
+    ram = RamTier(
+        ram_bytes,
+        (lambda n: ram_caps.get(n, ram_bytes)) if ram_caps else None,
+        namespaces=[ns.name for ns in settings.namespaces] if floors else (),
+    )
     nvme = (
         NvmeTier(directory, nvme_bytes, files=files or RealFiles())
         if directory is not None
         else None
     )
     supervisor = Supervisor(fail_on_death)
-    store = Store(ram, nvme, settings or StoreSettings(), supervisor)
+    store = Store(ram, nvme, settings, supervisor)
     await store.open()
     try:
         yield store

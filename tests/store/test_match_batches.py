@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvstored.store.api import Family, PartInfo, Run
 from kvstored.store.index import NONE, TIERS
@@ -101,6 +102,54 @@ def test_each_says_what_looking_at_one_chunk_after_the_other_says(seed: int) -> 
         assert bytes(batch.states) == states
         assert batch.payload_bytes == single.payload_bytes
         assert batch.bytes_by_tier == single.bytes_by_tier
+
+
+TRAILING = Family(
+    "default",
+    b"f" * 32,
+    "m",
+    64,
+    {"g": GroupRule("all"), "t": GroupRule("trailing", 192), "l": GroupRule("last")},
+    [PartInfo(f"p{n}", g, 0, 1 << 20, pb.PartSpec()) for n, g in enumerate("gttl")],
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_boundary_is_found_as_by_looking_at_one_chunk_after_the_other(seed: int) -> None:
+    dice = random.Random(seed)
+    for _ in range(20):
+        ns = filled(some_chunks(dice, [0, 1, 2, 3]), expiry=dice.random() < 0.5)
+        parts = tuple(dice.sample(range(4), dice.randint(1, 4)))
+        depth = dice.choice([pb.DEPTH_RAM, pb.DEPTH_NODE])
+        run = Run("default", "t", TRAILING, b"".join(KEYS), 0, b"", 0, parts)
+        batch, single = Lookup(ns, run, depth), Lookup(ns, run, depth)
+
+        def one_by_one(
+            first: int,
+            stop: int,
+            parts: tuple[int, ...],
+            *,
+            count: bool = True,
+            look: Lookup = single,
+        ) -> NDArray[np.uint8]:
+            before = look.payload_bytes, dict(look.bytes_by_tier)
+            states = [look._chunk_state(key, parts) for key in KEYS[first:stop]]
+            if not count:
+                look.payload_bytes, look.bytes_by_tier = before
+            return np.array(states, np.uint8)
+
+        single._states = one_by_one  # type: ignore[method-assign]
+        boundary = batch.prefix()
+        assert boundary == single.prefix()
+        assert batch.states == single.states
+        assert batch.payload_bytes == single.payload_bytes
+        assert batch.bytes_by_tier == single.bytes_by_tier
+        if boundary and set(parts) == {3}:
+            assert list(batch.states[:boundary]) == [
+                *[pb.NOT_NEEDED] * (boundary - 1),
+                batch.states[boundary - 1],
+            ]
+            assert batch.states[boundary - 1] in (pb.IN_RAM, pb.IN_NVME)
 
 
 def test_a_hold_covers_what_is_there_and_charges_what_is_in_ram() -> None:

@@ -408,8 +408,10 @@ class Client(LocalWire):
         ring, channel = self.ring, self.channel
         assert ring is not None
         assert channel is not None
-        while putting.written < stop and not putting.abandoned:
+        while putting.written < stop:
             self._hear(putting)
+            if putting.abandoned:
+                return
             end = min(stop, putting.taken + len(ring), putting.written + STEP_BYTES)
             if end == putting.written:
                 await self._readable(channel)

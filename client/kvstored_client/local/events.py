@@ -55,6 +55,7 @@ class _Events:
     def run(self) -> None:
         """The thread."""
         link = self._link
+        link.served = True  # before it looks whether the session is over; see open_link
         try:
             while not link.finished():
                 reading = link.begin_reading()
@@ -75,7 +76,7 @@ class _Events:
         if not self._ended:
             poll.register(self._channel, select.POLLIN)
         stream = self._link.stream.fileno()
-        if reading:
+        if reading and stream >= 0:
             poll.register(stream, select.POLLIN)
             poll.register(self._link.stream.wake.fd, select.POLLIN)
         return any(fd == stream for fd, _ in poll.poll())

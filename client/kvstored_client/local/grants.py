@@ -23,12 +23,12 @@ class Grant:
     __slots__ = ("__weakref__", "_open", "_pid", "id", "link", "mappings")
 
     def __init__(self, link: Link) -> None:
-        self._open = False
         self._pid = getpid()
         self.link = link
         self.mappings: list[Mapping] = []
-        self.id = link.new_grant_id()
+        self.id = 0
         self._open = True
+        link.lend(self)
 
     @property
     def of_this_process(self) -> bool:
@@ -38,15 +38,15 @@ class Grant:
     def end(self) -> None:
         """Give it back, once. What was lent may be something else from now on."""
         if self._open and self.of_this_process:
-            self._open = False
             self.mappings = []
             self.link.release(self.id)
+            self._open = False  # last: should a signal's exception come between, see __del__
 
     def __del__(
         self, getpid: Callable[[], int] = getpid, released: Callable[[int], Released] = Released
     ) -> None:
         # A finaliser may run within any statement of any thread: it takes no lock.
-        if self._open and getpid() == self._pid:
+        if getattr(self, "_open", False) and getpid() == self._pid:
             self.link.outbox.post(released(self.id))
 
 

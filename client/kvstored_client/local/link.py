@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
 
@@ -35,6 +36,7 @@ from kvstored_client.local.ring import Ring
 from kvstored_client.local.segments import MapError
 from kvstored_client.local.stream import Stream, StreamOverError
 from kvstored_client.local.turns import Budget, Turns
+from kvstored_client.local.use import Use
 from kvstored_client.local.wake import Outbox, Released
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import BadFrameError, Flag, Frame, Kind, pack
@@ -67,11 +69,18 @@ class Request:
         self.on_done: Callable[[], None] = _nothing
 
 
+class Lent(Protocol):
+    """What is lent under one id."""
+
+    id: int
+
+
 class Link:
     """One connected session. Made by opening.open_link.
 
     `users` are steps that run on it, `live` the ids of what it has lent. When it is over and has
     neither, its thread ends and closes everything. `closing`: the client itself is being closed.
+    `served`: that thread runs, or has run.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -87,8 +96,9 @@ class Link:
         self._mute = False
         self._draining = False
         self.closing = False
+        self.served = False
         self._live: set[int] = set()
-        self._users = 0
+        self._users: set[int] = set()
         self._pid = os.getpid()
         self.max_requests = 1
         self.opened = pb.LocalOpened()
@@ -116,20 +126,22 @@ class Link:
         """False in a forked child of the process that opened it."""
         return os.getpid() == self._pid
 
-    def enter(self) -> bool:
-        """A step begins; False if the session is over. Each True needs a `leave`."""
+    def enter(self, use: Use) -> bool:
+        """A step begins; False if the session is over."""
         with self._lock:
             if self._over is not None:
                 return False
-            self._users += 1
+            self._enter(use)
             return True
 
-    def leave(self) -> None:
-        """The step has ended."""
-        with self._lock:
-            self._users -= 1
-            last = self._over is not None and not self._users
-        if last:
+    def _enter(self, use: Use) -> None:
+        use.link = self  # first: then `use` ends it, whatever happens
+        self._users.add(id(use))
+
+    def leave(self, use: Use) -> None:
+        """The step has ended. Called by `Use.end` only, in finalisers too: takes no lock."""
+        self._users.discard(id(use))
+        if self._over is not None:
             self.outbox.wake.set()
 
     def end(self, failure: Failure, *, mute: bool = True) -> None:
@@ -192,21 +204,21 @@ class Link:
 
     # ---- grants ----------------------------------------------------------------------------------
 
-    def new_grant_id(self) -> int:
-        """An id for a lease, a hold or a reservation; `release` or the outbox ends it."""
+    def lend(self, grant: Lent) -> None:
+        """Give a lease, a hold or a reservation its id; `release` or the outbox ends it."""
         with self._lock:
-            number = self._next_id
+            grant.id = self._next_id  # first: then the grant ends it, whatever happens
             self._next_id += 1
-            self._live.add(number)
-            return number
+            self._live.add(grant.id)
 
     def release(self, lease_id: int) -> None:
         """End a grant, at once if the socket has room for the words. Never raises."""
+        use = Use()
         with self._lock:
             if lease_id not in self._live:
                 return
             mute = self._mute
-            self._users += 1
+            self._enter(use)
         try:
             if not mute:
                 self._send_release([lease_id], 0.0)
@@ -216,7 +228,7 @@ class Link:
             with self._lock:
                 self._live.discard(lease_id)
         finally:
-            self.leave()
+            use.end()
 
     def release_now(self, lease_ids: list[int]) -> None:
         """What finalisers have released; called by the session's thread."""
@@ -244,8 +256,9 @@ class Link:
         request = self._admitted(kind, deadline, stop)
         try:
             self.send(pack(kind, 0, request.id, body), deadline)
-        except BaseException:
-            # None of it was sent, or the session is over.
+        except StepError:
+            # None of it was sent, or the session is over. After anything else, perhaps: whoever
+            # runs the step ends the session.
             with self._lock:
                 self._requests.pop(request.id, None)
                 self._room.notify()

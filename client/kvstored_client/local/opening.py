@@ -20,6 +20,7 @@ from kvstored_client.local.errors import StepError
 from kvstored_client.local.link import Link
 from kvstored_client.local.ring import unix_socket
 from kvstored_client.local.turns import Budget
+from kvstored_client.local.use import Use
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
 from kvstored_client.proto.local import Kind
@@ -35,18 +36,23 @@ _SAME_EVERYWHERE = (
 )
 
 
-def open_link(path: Path, beside: Path, namespace: str, token: str | None, deadline: float) -> Link:
-    """A session on the socket `path`. `beside`: the daemon's gRPC socket, by which one sees whether
-    a daemon without local sessions is there.
+def open_link(
+    path: Path, beside: Path, namespace: str, token: str | None, deadline: float, use: Use
+) -> Link:
+    """A session on the socket `path`, with its first user. `beside`: the daemon's gRPC socket, by
+    which one sees whether a daemon without local sessions is there.
 
     Raises StepError; of the kind NOT_LOCAL where gRPC may still serve.
     """
     link = Link(_connect(path, beside, deadline))
     forking.join(link)
     try:
+        link.enter(use)
         _open(link, namespace, token, deadline)
     except BaseException:
-        link.close()
+        link.end(Failure(FailureKind.UNREACHABLE, "opening the session was interrupted"))
+        if not link.served:  # else its thread closes it
+            link.close()
         raise
     return link
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from kvstored_client.failures import (
     CLIENT_CLOSED,
     DEADLINE_PASSED,
     NOT_LOCAL,
+    Failure,
     FailureKind,
     GarbageError,
 )
@@ -27,6 +29,7 @@ from kvstored_client.local.link import Link
 from kvstored_client.local.maps import OFFSET_ALIGNMENT
 from kvstored_client.local.opening import open_link
 from kvstored_client.local.uploading import upload
+from kvstored_client.local.use import Use
 from kvstored_client.local.wake import Closing
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import Kind
@@ -49,6 +52,7 @@ _KINDS = {
     for method in METHODS
     if method.service == KVSTORE_SERVICE and method.name.upper() in Kind.__members__
 }
+_INTERRUPTED = Failure(FailureKind.UNREACHABLE, "a call was interrupted")
 
 
 def serves(step: Step) -> bool:
@@ -75,7 +79,7 @@ class LocalTransport:
         self._namespace = namespace
         self._token = token
         self._link: Link | None = None
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()
         self._closed = False
         self._pid = os.getpid()
         forking.join(self)
@@ -87,29 +91,44 @@ class LocalTransport:
         """
         again = True
         while True:
+            use = Use()
             try:
-                link, fresh = self._entered(step)
-            except StepError as error:
-                return error.failure
-            unhook = None if stop is None else stop.on_set(link.wake_all)
-            try:
-                return _attempt(link, step, stop)
+                answer = self._run(step, stop, use)
             except LinkOverError as error:
-                failure = error.failure
-                stale = error.unanswered and not fresh
-                if not (again and stale and failure.kind is FailureKind.UNREACHABLE):
-                    return CLIENT_CLOSED if self._closed else failure
+                if not (again and error.unanswered):
+                    return CLIENT_CLOSED if self._closed else error.failure
                 again = False
-            except StepError as error:
-                return error.failure
-            except (GarbageError, DecodeError) as error:
-                failure = GarbageError(str(error)).failure()
-                link.end(failure)
-                return failure
+            except BaseException:
+                # KeyboardInterrupt, or whatever else a signal handler raises, comes between any two
+                # statements: the daemon may have been asked, and may have lent, what nobody here
+                # knows of. It forgets all that with the session.
+                if use.link is not None:
+                    use.link.end(_INTERRUPTED)
+                raise
+            else:
+                return answer
             finally:
-                if unhook is not None:
-                    unhook()
-                link.leave()
+                use.end()
+
+    def _run(self, step: Step, stop: StopFlag | None, use: Use) -> Answer:
+        """Once. Raises LinkOverError; `unanswered` if it may be run again, on another session."""
+        unhook = None
+        try:
+            link, fresh = self._entered(step, use)
+            unhook = None if stop is None else stop.on_set(link.wake_all)
+            return _attempt(link, step, stop)
+        except LinkOverError as error:
+            stale = error.unanswered and error.failure.kind is FailureKind.UNREACHABLE
+            raise LinkOverError(error.failure, unanswered=stale and not fresh) from error
+        except StepError as error:
+            return error.failure
+        except (GarbageError, DecodeError) as error:
+            failure = GarbageError(str(error)).failure()
+            link.end(failure)
+            return failure
+        finally:
+            if unhook is not None:
+                unhook()
 
     def close(self) -> None:
         """End running steps (they fail as CLOSED). The session lasts until no view of it lives."""
@@ -129,40 +148,42 @@ class LocalTransport:
     def after_fork_in_child(self) -> None:
         """See forking.Forked."""
         self._link = None
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()
         self._pid = os.getpid()
 
     def _is_closed(self) -> bool:
         return self._closed
 
-    def _entered(self, step: Step) -> tuple[Link, bool]:
+    def _entered(self, step: Step, use: Use) -> tuple[Link, bool]:
         """A link on which the step runs, and whether it was opened just now. Raises StepError."""
         if isinstance(step, Commit):
             # What was reserved in another session is not there any more.
             link = step.grant.link
             if not link.of_this_process:
                 raise StepError(NOT_LOCAL)
-            if link.enter():
+            if link.enter(use):
                 return link, True
             raise StepError(link.over or CLIENT_CLOSED)
         known = self._link
-        if known is not None and not self._closed and known.enter():
+        if known is not None and not self._closed and known.enter(use):
             return known, False
-        if not self._opening.acquire(timeout=max(0.0, step.deadline - time.monotonic())):
-            raise StepError(DEADLINE_PASSED)
         try:
+            if not self._opening.acquire(timeout=max(0.0, step.deadline - time.monotonic())):
+                raise StepError(DEADLINE_PASSED)
             if self._is_closed():
                 raise StepError(CLIENT_CLOSED)
             if time.monotonic() >= step.deadline:
                 raise StepError(DEADLINE_PASSED)
             known = self._link
-            if known is not None and known.enter():
+            if known is not None and known.enter(use):
                 return known, False
-            link = open_link(self._path, self._beside, self._namespace, self._token, step.deadline)
-            link.enter()
+            link = open_link(
+                self._path, self._beside, self._namespace, self._token, step.deadline, use
+            )
             self._link = link
         finally:
-            self._opening.release()
+            with contextlib.suppress(RuntimeError):  # this thread does not have it
+                self._opening.release()
         if self._is_closed():  # meanwhile
             self.close()
         return link, True

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstored_client.failures import CANCELLED
+from kvstored_client.failures import CANCELLED, Failure, FailureKind
 from kvstored_client.local.errors import StepError
 from kvstored_client.local.grants import Grant, Granted
 from kvstored_client.local.link import Link, Request
@@ -26,6 +26,7 @@ from kvstored_client.stopping import StopFlag
 MAX_WINDOW_BYTES = 256 << 20
 _KEY_BYTES = 32
 _LAST = int(Flag.LAST)
+_DECLINED = bytes([pb.MISS_DECLINED])
 
 
 class Acquiring:
@@ -131,6 +132,18 @@ def windows(request: pb.GetRequest, chunk_bytes: int, max_bytes: int) -> list[Wi
     return found
 
 
+def _rest(window: Window, at: int, first: int, chunk_bytes: int) -> Window:
+    """A window from its chunk `at` on, whose first object has the number `first`."""
+    request = pb.AcquireRequest()
+    request.CopyFrom(window.request)
+    run = request.run
+    keys = run.keys
+    run.start += at
+    run.parent = keys[(at - 1) * _KEY_BYTES : at * _KEY_BYTES]
+    run.keys = keys[at * _KEY_BYTES :]
+    return Window(request, first, chunk_bytes * (len(run.keys) // _KEY_BYTES))
+
+
 def chunks_of(request: pb.GetRequest) -> int:
     """How many chunks a get asks for."""
     return len(request.run.keys) // _KEY_BYTES
@@ -149,6 +162,8 @@ class Copying:
             most = MAX_WINDOW_BYTES  # one window, and as much left for others
         self._todo = windows(step.request, step.chunk_bytes, most)
         self._open: list[tuple[Acquiring, Window]] = []
+        self._next_index = 0  # after the last object that was copied
+        self._scarce = False
 
     def run(self) -> None:
         """Raises StepError and GarbageError; what was copied until then is good."""
@@ -159,7 +174,7 @@ class Copying:
                 if not self._open:
                     self._link.budget.take(self._todo[0].nbytes, self._check, self._step.deadline)
                     self._begin()
-                ahead = self._todo and self._link.has_room()
+                ahead = self._todo and not self._scarce and self._link.has_room()
                 if ahead and self._link.budget.try_take(self._todo[0].nbytes):
                     self._begin()
                 states.append(self._copy())
@@ -199,8 +214,29 @@ class Copying:
             if not take(indices, rows.addresses, rows.lengths, rows.checksums, rows.tiers, enough):
                 self._check()
                 raise StepError(CANCELLED)
+            if len(indices):
+                self._next_index = int(indices[-1]) + 1
         self._end()
-        return under_way.states
+        return self._served(window, under_way.states)
+
+    def _served(self, window: Window, states: bytes) -> bytes:
+        """The states of the chunks of a window that are settled. What was declined for want of room
+        is asked for again, now that what was copied is given back; at each round less.
+
+        Raises StepError if there is no room for anything: gRPC needs none.
+        """
+        if not self._next_index and states.count(_DECLINED) == len(states):
+            raise StepError(Failure(FailureKind.OVERLOADED, "no room to lease any of the chunks"))
+        settled = states.find(_DECLINED)
+        first = window.first + settled * len(window.request.run.parts)
+        if settled <= 0 or not self._step.chunk_bytes or self._next_index > first:
+            return states
+        self._scarce = True  # a window ahead would take the room that this one lacks
+        while self._open:
+            self._todo.insert(0, self._open[0][1])
+            self._end()
+        self._todo.insert(0, _rest(window, settled, first, self._step.chunk_bytes))
+        return states[:settled]
 
     def _enough(self) -> Callable[[], bool]:
         """Whether to stop copying: asked between pieces of it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvstored_client.failures import CLIENT_CLOSED, NOT_LOCAL, Failure, FailureKind
 from kvstored_client.local import forking
 from kvstored_client.local.transport import LocalTransport, serves
-from kvstored_client.steps import Acquire, Answer, Commit, Hold, Reserve, Step
+from kvstored_client.steps import Acquire, Answer, Commit, Download, Hold, Reserve, Step, Upload
 from kvstored_client.stopping import StopFlag
 from kvstored_client.target import local_socket_path
 
@@ -28,6 +28,16 @@ _UNIX = "unix://"
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 """How long steps go by gRPC before the local session is tried again; twice as long each time."""
+BY_WIRE = Failure(FailureKind.NOT_LOCAL, "this step goes by gRPC")
+
+
+def _needs_no_room(step: Step, answer: Answer) -> bool:
+    """Whether the session lacks room that gRPC does without: leases and a ring."""
+    return (
+        isinstance(step, Download | Upload)
+        and isinstance(answer, Failure)
+        and answer.kind is FailureKind.OVERLOADED
+    )
 
 
 class AutoTransport:
@@ -58,6 +68,10 @@ class AutoTransport:
         local = self._local
         if local is not None and serves(step) and (only_local or self._worth_a_try()):
             answer = local.run(step, stop)
+            if _needs_no_room(step, answer):
+                wire = self._wire or self._connected()
+                other = CLIENT_CLOSED if wire is None else wire.run(step, stop)
+                return answer if isinstance(other, Failure) and other is not BY_WIRE else other
             if not isinstance(answer, Failure) or answer.kind is not FailureKind.NOT_LOCAL:
                 if self._told and not isinstance(answer, Failure):
                     self._well_again()

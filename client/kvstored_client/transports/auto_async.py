@@ -12,11 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, cast
 
-from kvstored_client.failures import CLIENT_CLOSED, DEADLINE_PASSED, Failure, FailureKind
+from kvstored_client.failures import CLIENT_CLOSED, DEADLINE_PASSED
 from kvstored_client.local.transport import serves
 from kvstored_client.steps import Acquire, Answer, Commit, Hold, Reserve, Step
 from kvstored_client.stopping import StopFlag
-from kvstored_client.transports.auto import AutoTransport
+from kvstored_client.transports.auto import BY_WIRE, AutoTransport
 
 if TYPE_CHECKING:
     from kvstored_client.transports.blocking import BlockingTransport
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 THREADS = 8
 """Local steps that run at a time; further ones wait, until their deadlines."""
-
-_BY_WIRE = Failure(FailureKind.NOT_LOCAL, "this step goes by gRPC")
 
 
 class AsyncAutoTransport:
@@ -49,7 +47,7 @@ class AsyncAutoTransport:
             return CLIENT_CLOSED
         if self._local.takes(step):
             answer = await self._in_thread(step)
-            if answer is not _BY_WIRE:
+            if answer is not BY_WIRE:
                 return answer
         if self._is_closed():
             return CLIENT_CLOSED
@@ -113,4 +111,4 @@ class _HandBack:
     def run(self, step: Step, stop: StopFlag | None = None) -> Answer:
         """Nothing is run."""
         del step, stop
-        return _BY_WIRE
+        return BY_WIRE

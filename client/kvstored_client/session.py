@@ -26,6 +26,9 @@ REFRESH_S = 60.0
 """Hello is repeated with the first call after this time, so that a daemon that was restarted with
 other settings is noticed even where it still knows the family."""
 
+QUIET_S = 30.0
+"""After a warning about the daemon's condition; further changes are logged at DEBUG until then."""
+
 SALT_BYTES = 32
 CLIENT_VERSION = "0.1.0"
 
@@ -59,6 +62,8 @@ class SessionKeeper:
         self._salt = salt
         self._session: Session | None = None
         self._trouble = ""
+        self._told = False
+        self._quiet_until = 0.0
         self._lock = threading.Lock()
 
     def after_fork_in_child(self) -> None:
@@ -168,16 +173,30 @@ class SessionKeeper:
         if before == trouble:
             return result
         if isinstance(result, Failure):
-            _log.warning(
-                "%s, namespace %r: %s: %s; calls are misses until this ends",
+            # A single call that was late says nothing of the next ones.
+            lasts = "" if kind is FailureKind.DEADLINE else "; calls are misses until this ends"
+            _log.log(
+                self._level(),
+                "%s, namespace %r: %s: %s%s",
                 self._target,
                 self._namespace,
                 trouble,
                 result.detail,
+                lasts,
             )
         else:
-            _log.info("%s, namespace %r: well again", self._target, self._namespace)
+            level = logging.INFO if self._told else logging.DEBUG
+            _log.log(level, "%s, namespace %r: well again", self._target, self._namespace)
         return result
+
+    def _level(self) -> int:
+        """Of a line about new trouble: trouble that comes and goes fills no log."""
+        now = time.monotonic()
+        self._told = now >= self._quiet_until
+        if not self._told:
+            return logging.DEBUG
+        self._quiet_until = now + QUIET_S
+        return logging.WARNING
 
 
 def _declaration(family: KVFamily) -> object:

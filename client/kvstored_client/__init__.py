@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstored_client.aio import AsyncKVClient
+    from kvstored_client.aio import AsyncKVClient, AsyncSlots
     from kvstored_client.buffers import Iov, Rows
     from kvstored_client.client import KVClient
     from kvstored_client.config import CallOptions, Hints, Timeouts
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from kvstored_client.target import default_target
 
 _HOMES = {
-    "aio": ("AsyncKVClient",),
+    "aio": ("AsyncKVClient", "AsyncSlots"),
     "buffers": ("Iov", "Rows"),
     "client": ("KVClient",),
     "config": ("CallOptions", "Hints", "Timeouts"),
@@ -155,6 +155,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AsyncKVClient",
+    "AsyncSlots",
     "AuthError",
     "BufferCountError",
     "BufferLayoutError",

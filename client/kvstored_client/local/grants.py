@@ -35,6 +35,11 @@ class Grant:
         """False in a forked child, where the memory is not mapped."""
         return getpid() == self._pid
 
+    @property
+    def open(self) -> bool:
+        """Whether it has not been given back."""
+        return self._open
+
     def end(self) -> None:
         """Give it back, once. What was lent may be something else from now on."""
         if self._open and self.of_this_process:

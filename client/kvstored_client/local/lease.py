@@ -169,6 +169,9 @@ class Hold:
         for grant in self._grants:
             grant.end()
 
+    def __repr__(self) -> str:
+        return f"<Hold: {sum(grant.open for grant in self._grants)} of {len(self._grants)} live>"
+
     def __enter__(self) -> Hold:
         return self
 

@@ -71,8 +71,18 @@ class Slots:
         failure = self.receipt.failure
         return failure.detail if failure is not None else ""
 
+    @property
+    def wanted(self) -> list[int]:
+        """The chunks that have a slot, for one part at least: what is left to be computed."""
+        has = self._addresses.reshape(self._table.chunks, len(self._table.parts)) != 0
+        return [int(chunk) for chunk in np.flatnonzero(has.any(axis=1))]
+
     def __len__(self) -> int:
         return self._table.chunks
+
+    def __repr__(self) -> str:
+        state = "ended" if self._reservations is None else f"{len(self.wanted)} to write"
+        return f"<Slots of {self._table.chunks} chunks: {state}>"
 
     def __getitem__(self, index: int | tuple[int, str]) -> memoryview:
         chunk, part = index if isinstance(index, tuple) else (index, None)
@@ -104,8 +114,9 @@ class Slots:
     ) -> PutResult:
         """Store what was written: chunks `indices`, counted from `start`; None: all. Once.
 
-        The others are given up. Raises LeaseEndedError, NotLeasedError (an index out of range) and
-        OptionError; whatever else goes wrong is in the result.
+        The others are given up. `durability` and the deadline are as for `put`: that of the
+        client's Timeouts, from now on. Raises LeaseEndedError (in a forked child too),
+        NotLeasedError (an index out of range) and OptionError; whatever else goes wrong is in the result.
         """
         chosen = np.ones(self._table.chunks, np.bool_)
         if indices is not None:
@@ -114,6 +125,8 @@ class Slots:
                 if not 0 <= index < self._table.chunks:
                     raise NotLeasedError(f"chunk {index} of {self._table.chunks}")
                 chosen[index] = True
+        for _, grant in self._reservations or ():
+            check_process(grant)
         wanted = np.repeat(chosen, len(self._table.parts)) & (self._addresses != 0)
         return self._commit(self, self.take_all(), wanted, durability)
 

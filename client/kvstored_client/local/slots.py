@@ -116,7 +116,7 @@ class Slots:
 
         The others are given up. `durability` and the deadline are as for `put`: that of the
         client's Timeouts, from now on. Raises LeaseEndedError (in a forked child too),
-        NotLeasedError (an index out of range) and OptionError; what else goes wrong is in the result.
+        NotLeasedError (an index out of range) and OptionError; what else goes wrong is in it.
         """
         chosen = np.ones(self._table.chunks, np.bool_)
         if indices is not None:

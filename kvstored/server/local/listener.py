@@ -16,6 +16,7 @@ from typing import Protocol
 
 from kvstored.errors import Draining, ResourceExhausted
 from kvstored.server.dispatcher import Dispatcher
+from kvstored.server.local.awake import Awake
 from kvstored.server.local.figures import LocalFigures
 from kvstored.server.local.leases import Share
 from kvstored.server.local.mover import Movers
@@ -65,6 +66,7 @@ class LocalServer:
         self._ram = ram
         self._staging = Staging(dispatcher.limits.local)
         self._movers = Movers(loop)
+        self.awake = Awake(loop)
         self._shares: dict[str, Share] = {}
         self._whole = Share(0)  # its cap is known once the tier is open
         self._sessions: dict[Session, None] = {}  # in the order in which they came

@@ -27,6 +27,7 @@ from kvstored.server import validation as check
 from kvstored.server.auth import Caller, Transport
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.limits import Limits
+from kvstored.server.local.awake import Awake
 from kvstored.server.local.leases import Budget, Leases, Share
 from kvstored.server.local.peer import Peer
 from kvstored.server.local.puts import Puts
@@ -75,6 +76,7 @@ class Host(Protocol):
     loop: asyncio.AbstractEventLoop
     dispatcher: Dispatcher
     segments: Segments
+    awake: Awake
 
     def let_in(self, session: Session, namespace: str) -> Share:
         """Count the session for its namespace; ResourceExhausted when that has enough of them."""
@@ -169,11 +171,13 @@ class Session:
         if self._in_turn or not self.serves():
             return
         self._in_turn = True
+        self.host.awake.asked(self.number)
         try:
             done = self._take_turn()
         finally:
             self._in_turn = False
         self._outbox.flush()
+        self.host.awake.answered()
         if not self.serves():
             return
         self._note_room()

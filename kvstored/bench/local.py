@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from kvstored.bench.memory import Reading, Written
 from kvstored.bench.payloads import MIB
 from kvstored.bench.processes import BenchError
 from kvstored.bench.report import MIN_ROUNDS, Case, Json
+from kvstored.config.host import memory_allowed
 from kvstored_client import KVClient, Prefix
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.local import HEADER_BYTES
@@ -26,6 +27,9 @@ SPARE_BYTES = 64 * MIB
 MAX_PREFIXES = 16
 
 Say = Callable[[str], None]
+
+
+MOST_CAP_BYTES = 8 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,15 @@ class Shape:
         return cls(object_bytes, chunks, prefixes)
 
 
+def _cap_bytes(shapes: Iterable[Shape]) -> int:
+    """A RAM tier as a node would have: segments, of which there are many in a small one, are as
+    large as they are there. Memory is taken only as it is used.
+    """
+    allowed, _ = memory_allowed()
+    needed = max(shape.tier_bytes for shape in shapes)
+    return max(needed, min(MOST_CAP_BYTES, allowed // 4))
+
+
 def run(settings: Settings, say: Say) -> list[Case]:
     """Measure; `say` takes lines of progress.
 
@@ -89,7 +102,7 @@ def run(settings: Settings, say: Say) -> list[Case]:
         target = settings.target
         if target is None:
             say("starting a daemon")
-            own = processes.daemon(directory, max(shape.tier_bytes for shape in shapes))
+            own = processes.daemon(directory, _cap_bytes(shapes))
             target = stack.enter_context(own).target
         path = str(directory / "echo.sock")
         stack.enter_context(processes.child("kvstored.bench.echo", path, 0, 0))

@@ -105,7 +105,7 @@ def test_private_memory_is_counted() -> None:
     block = os.urandom(1 << 20)
     before = processes.private_bytes(os.getpid())
     # A mapping of its own: the heap may have freed memory to give out again.
-    with mmap.mmap(-1, 32 << 20) as held:
+    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
         for at in range(0, len(held), len(block)):
             held[at : at + len(block)] = block
         grown = processes.private_bytes(os.getpid()) - before

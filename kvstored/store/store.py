@@ -343,7 +343,7 @@ class Store:
                     self.residency.drop_subtree(ns, chunk, state, reason)
                     dropped += 1
             if rows and first:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # others have their turn between slices
         # Also those that another delete, or the clock, has dropped and is still waiting for.
         if self.writer is not None and (dying := self.writer.dying(ns)):
             await asyncio.wait(dying)

@@ -83,3 +83,12 @@ def test_it_sleeps_where_every_processor_has_a_client(clock: Clock) -> None:
     assert len(clock.soon) == 1
     awake.answered()
     assert len(clock.soon) == 1  # one turn at a time
+
+
+def test_sessions_that_are_gone_are_forgotten(clock: Clock) -> None:
+    awake = made_awake(clock)
+    for session in range(1000):  # one after the other, none of them in succession
+        clock.now += 0.1
+        awake.asked(session)
+        awake.answered()
+    assert len(awake._seen) <= 2

@@ -27,6 +27,7 @@ class Awake:
         self._awake_s = awake_s
         self._processors = len(os.sched_getaffinity(0))
         self._seen: dict[int, float] = {}  # session number -> when it last asked for something
+        self._cleared_at = 0.0  # when sessions that had gone quiet were last forgotten
         self._answered_at = 0.0
         self._worth_it = False
         self._until = 0.0
@@ -36,7 +37,8 @@ class Awake:
         """A session's request has come."""
         now = time.monotonic()
         self._seen[session] = now
-        self._worth_it = now - self._answered_at < self._awake_s and self._few(now)
+        few = self._few(now)
+        self._worth_it = few and now - self._answered_at < self._awake_s
 
     def answered(self) -> None:
         """An answer has gone out."""
@@ -49,7 +51,8 @@ class Awake:
 
     def _few(self, now: float) -> bool:
         """Whether fewer sessions than processors have asked for anything lately."""
-        if len(self._seen) >= self._processors:
+        if len(self._seen) >= self._processors and now - self._cleared_at > _RECENT_S:
+            self._cleared_at = now
             stale = [s for s, at in self._seen.items() if now - at > _RECENT_S]
             for session in stale:
                 del self._seen[session]

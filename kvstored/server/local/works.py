@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Meter(Protocol):
     moves: int
 
 
-class Work:
+class Work(ABC):
     """Bytes on their way from staging into extents."""
 
     def __init__(self, filling: Filling, meter: Meter) -> None:
@@ -43,13 +44,13 @@ class Work:
         self.over = False  # the rest is the mover's
         self.stopped: KvstoredError | None = None  # set once, from the loop
 
+    @abstractmethod
     def ready(self) -> bool:
         """Whether there is something to copy now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> bool:
         """Copy up to STEP_BYTES; whether that was the last of it."""
-        raise NotImplementedError
 
     def finish(self, ending: Ending) -> None:
         """On the mover's thread: no more of it."""

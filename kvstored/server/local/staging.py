@@ -8,7 +8,6 @@ cannot kill the daemon. Belongs to the verbs' loop; what takes time with pages r
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import itertools
 import mmap
@@ -38,7 +37,6 @@ _LATE_RINGS = 64  # how many fit into what is left, at least, once that is littl
 _RETIRE_WAIT_S = 1.0  # for a client to unmap areas that are in the way of a larger one
 _MIN_AREA_BYTES = 1 << 20
 _MADV_REMOVE = 9
-_MFD_NOEXEC_SEAL = 0x0008
 
 
 class Memory:
@@ -50,7 +48,7 @@ class Memory:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.descriptor = _memfd(size_bytes)
+        self.descriptor = pages.sealable("kvstored-staging", size_bytes)
         try:
             # As with segments: Python's own mmap of a descriptor would keep a second one.
             self._owner = mmap.mmap(
@@ -79,23 +77,6 @@ class Memory:
             # With the GIL released, so that unmapping has little left to do.
             pages.advise(self.address, self.size_bytes, _MADV_REMOVE)
             owner.close()
-
-
-def _memfd(size_bytes: int) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        descriptor = os.memfd_create("kvstored-staging", flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # before Linux 6.3
-            raise
-        descriptor = os.memfd_create("kvstored-staging", flags)
-    try:
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, size_bytes)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def most_area_bytes(limits: LocalLimits) -> int:

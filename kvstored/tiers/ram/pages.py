@@ -6,6 +6,7 @@ All addresses and sizes are multiples of the page size. OSError carries the kern
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 
@@ -21,6 +22,7 @@ MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
+_MFD_NOEXEC_SEAL = 0x0008  # linux/memfd.h
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,6 +78,24 @@ def populate(address: int, size_bytes: int) -> None:
 def address_of(owner: mmap.mmap) -> int:
     """Address at which a mapping begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(owner))
+
+
+def sealable(name: str, size_bytes: int) -> int:
+    """A new memfd of that size that can be sealed, mode 0600; the caller closes it."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 6.3
+            raise
+        descriptor = os.memfd_create(name, flags)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, size_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _failure(call: str) -> OSError:

@@ -12,9 +12,8 @@ import os
 
 from kvstored.tiers.ram import pages
 
-# linux/fcntl.h and linux/memfd.h; Python 3.11 names neither.
+# linux/fcntl.h; Python 3.11 does not name it.
 F_SEAL_FUTURE_WRITE = 0x0010
-_MFD_NOEXEC_SEAL = 0x0008
 
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 """Without FUTURE_WRITE anyone who holds the descriptor could reopen it for writing."""
@@ -31,7 +30,7 @@ class Segment:
         self.size_bytes = size_bytes
         self.huge_bytes = 0  # for the maker to note what `populate` said
         self._hugepages = hugepages and size_bytes >= pages.HUGE_PAGE_BYTES
-        self._fd = _memfd(size_bytes)
+        self._fd = pages.sealable("kvstored-ram", size_bytes)
         try:
             self._map()
         except OSError:
@@ -106,20 +105,3 @@ class Segment:
         pages.advise(self.address + inside, self.size_bytes - inside, pages.MADV_NOHUGEPAGE)
         with memoryview(self._owner) as whole:
             self.memory = whole[offset : offset + self.size_bytes]
-
-
-def _memfd(size_bytes: int) -> int:
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        fd = os.memfd_create("kvstored-ram", flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != 22:  # EINVAL: before Linux 6.3
-            raise
-        fd = os.memfd_create("kvstored-ram", flags)
-    try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, size_bytes)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd

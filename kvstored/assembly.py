@@ -12,7 +12,7 @@ from kvstored.store import store as stores
 from kvstored.store.store import Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import TierKind
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import derive_namespace_salt
 
@@ -27,7 +27,7 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
     caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
     if settings.nvme.enabled:
         nvme_caps = {n.name: n.nvme_cap_bytes for n in settings.namespaces}
-        nvme = NvmeTier(
+        nvme = VolumeTier(
             settings.daemon.data_dir / NVME_FOLDER,
             settings.nvme.cap_bytes,
             _cap_of(nvme_caps),

@@ -71,7 +71,7 @@ MUTANTS = (
     ),
     Mutant(
         "usage counted from zero after a restart",
-        "kvstored/tiers/nvme/tier.py",
+        "kvstored/tiers/nvme/volume_tier.py",
         "self._space.load(found.index, found.small)",
         "None",
         ("tests/store/test_store_nvme.py", "tests/tiers"),

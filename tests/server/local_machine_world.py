@@ -29,7 +29,7 @@ from kvstored.store.index import NONE, TIER_BIT
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import NoRoom, TierKind
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -74,7 +74,7 @@ class World:
         nvme = None
         if self.disk:
             files = FaultyFiles(RealFiles())
-            nvme = NvmeTier(self.data, 64 * MIB, files=files)
+            nvme = VolumeTier(self.data, 64 * MIB, files=files)
         self.supervisor = Supervisor(lambda death: self.errors.append(death))
         settings = StoreSettings(namespaces=tuple(NamespaceSettings(n) for n in SALTS))
         self.store = Store(self.ram, nvme, settings, self.supervisor)

@@ -28,7 +28,7 @@ from kvstored.server.local.listener import LocalServer
 from kvstored.store.api import PutOffer
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -81,7 +81,7 @@ class LocalServed:
         nvme = None
         if self._files is not None:
             data = self._folder.with_suffix(".data")
-            nvme = NvmeTier(data, 192 * MIB, files=self._files)
+            nvme = VolumeTier(data, 192 * MIB, files=self._files)
         self.store = Store(self.ram, nvme, settings, self.supervisor)
         await self.store.open()
         auth = Auth(

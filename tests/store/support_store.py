@@ -18,7 +18,7 @@ from kvstored.store.loader import piece_checksums
 from kvstored.store.reading import GetStream
 from kvstored.store.store import NamespaceSettings, Store, StoreSettings
 from kvstored.supervise import Supervisor, TaskDeath
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import GroupRule, KVFamily, KVPart
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -51,7 +51,7 @@ async def open_store(
         namespaces=[ns.name for ns in settings.namespaces] if floors else (),
     )
     nvme = (
-        NvmeTier(directory, nvme_bytes, files=files or RealFiles())
+        VolumeTier(directory, nvme_bytes, files=files or RealFiles())
         if directory is not None
         else None
     )

@@ -10,7 +10,7 @@ from tiers.conformance import KIB, MIB, Sample, aligned_buffer, make_sample, sto
 
 from kvstored.io.base import Files
 from kvstored.tiers.base import ObjectRead, ReadOutcome, Recovered
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 
 CAP_BYTES = 40 * MIB
 REGION_BYTES = 2 * MIB
@@ -22,9 +22,9 @@ def make_tier(
     files: Files | None = None,
     cap_bytes: int = CAP_BYTES,
     walk_timeout_s: float = 20,
-) -> NvmeTier:
+) -> VolumeTier:
     """A tier with small regions, not opened."""
-    return NvmeTier(
+    return VolumeTier(
         directory,
         cap_bytes,
         files=files,
@@ -54,7 +54,7 @@ class Found:
     problems: tuple[str, ...] = ()
 
 
-async def examine(tier: NvmeTier, recovered: Recovered, samples: Sequence[Sample]) -> Found:
+async def examine(tier: VolumeTier, recovered: Recovered, samples: Sequence[Sample]) -> Found:
     """Read everything an open tier says it holds. Bytes that read OK must be the sample's."""
     by_key = {sample.meta.key: sample for sample in samples}
     found = Found(recovered=recovered, problems=tier.problems)

@@ -19,7 +19,7 @@ from tiers.conformance import (
 
 from kvstored.io.base import RealFiles
 from kvstored.tiers.base import Recovered, Tier
-from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.nvme.volume_tier import VolumeTier
 
 
 class NoDirectFiles(RealFiles):
@@ -36,12 +36,12 @@ class TestNvmeConformance(TierConformance):
 
     @pytest.fixture
     async def make_tier(self, tmp_path: Path) -> AsyncIterator[MakeTier]:
-        made: list[NvmeTier] = []
+        made: list[VolumeTier] = []
 
         async def make(
             *, cap_bytes: int = 64 << 20, namespace_cap_bytes: int | None = None
         ) -> tuple[Tier, Recovered]:
-            tier = NvmeTier(
+            tier = VolumeTier(
                 tmp_path / "volume",
                 cap_bytes,
                 None if namespace_cap_bytes is None else lambda _: namespace_cap_bytes,
@@ -56,7 +56,7 @@ class TestNvmeConformance(TierConformance):
 
 
 async def test_works_buffered_and_says_so(tmp_path: Path) -> None:
-    tier = NvmeTier(tmp_path / "volume", 64 << 20, files=NoDirectFiles())
+    tier = VolumeTier(tmp_path / "volume", 64 << 20, files=NoDirectFiles())
     assert tier.mode == "closed"
     await tier.open()
     assert tier.mode == "buffered"
@@ -64,7 +64,7 @@ async def test_works_buffered_and_says_so(tmp_path: Path) -> None:
     places = await store(tier, samples)
     await tier.delete(places[:3])
     await tier.close()
-    tier = NvmeTier(tmp_path / "volume", 64 << 20)
+    tier = VolumeTier(tmp_path / "volume", 64 << 20)
     assert len((await tier.open()).place) == len(places) - 3
     assert tier.mode == "o_direct"
     for place, sample in zip(places[3:], samples[3:], strict=True):

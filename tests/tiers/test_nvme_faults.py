@@ -19,7 +19,7 @@ from kvstored.errors import DataDirectoryError
 from kvstored.io.base import RealFiles
 from kvstored.io.faults import Fault, FaultyFiles
 from kvstored.tiers.base import NoRoom, ObjectWrite, ReadOutcome, WriteOutcome
-from kvstored.tiers.nvme.tier import DeleteNotDurable, NvmeTier
+from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
 LENGTH = 600_000
 """Of which a region holds three, so that a write needs no new region."""
@@ -31,7 +31,7 @@ def files() -> FaultyFiles:
 
 
 @pytest.fixture
-async def tier(tmp_path: Path, files: FaultyFiles) -> AsyncIterator[NvmeTier]:
+async def tier(tmp_path: Path, files: FaultyFiles) -> AsyncIterator[VolumeTier]:
     made = make_tier(tmp_path / "volume", files)
     await made.open()
     yield made
@@ -52,7 +52,7 @@ class Gate(threading.Event):
         return super().wait(timeout)
 
 
-async def try_write(tier: NvmeTier, length: int = LENGTH, seed: int = 1) -> WriteOutcome:
+async def try_write(tier: VolumeTier, length: int = LENGTH, seed: int = 1) -> WriteOutcome:
     sample = make_sample(length, seed)
     place = await reserve_one(tier, sample)
     (outcome,) = await tier.write([ObjectWrite(place, sample.meta, sample.payload)])
@@ -75,7 +75,7 @@ WRITE_FAULTS = [
     ("length", "fault"), WRITE_FAULTS, ids=lambda f: getattr(f, "operation", f)
 )
 async def test_failed_write_is_an_outcome(
-    tmp_path: Path, tier: NvmeTier, files: FaultyFiles, length: int, fault: Fault
+    tmp_path: Path, tier: VolumeTier, files: FaultyFiles, length: int, fault: Fault
 ) -> None:
     (warm,) = await store(tier, [make_sample(length, 50)])  # the region is dedicated and open
     await tier.delete([warm])
@@ -98,7 +98,7 @@ async def test_failed_write_is_an_outcome(
 
 
 async def test_failed_write_cannot_come_back(
-    tmp_path: Path, tier: NvmeTier, files: FaultyFiles
+    tmp_path: Path, tier: VolumeTier, files: FaultyFiles
 ) -> None:
     """The index would not take it, and its header could not be voided either."""
     await store(tier, [make_sample(LENGTH, 50)])
@@ -113,7 +113,7 @@ async def test_failed_write_cannot_come_back(
 
 
 async def test_region_whose_sync_failed_is_not_written_again(
-    tmp_path: Path, tier: NvmeTier, files: FaultyFiles
+    tmp_path: Path, tier: VolumeTier, files: FaultyFiles
 ) -> None:
     kept = make_sample(LENGTH, 50)
     (place,) = await store(tier, [kept])
@@ -127,7 +127,7 @@ async def test_region_whose_sync_failed_is_not_written_again(
     assert found.good == keys([kept, make_sample(LENGTH, 2)])
 
 
-async def test_short_transfers_are_continued(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_short_transfers_are_continued(tier: VolumeTier, files: FaultyFiles) -> None:
     await store(tier, [make_sample(LENGTH, 2)])
     files.inject(Fault("pwritev", "*/data", short=0.5, times=2))
     files.inject(Fault("preadv", "*/data", short=0.3, times=2))
@@ -137,7 +137,7 @@ async def test_short_transfers_are_continued(tier: NvmeTier, files: FaultyFiles)
     assert files.calls["preadv"] >= 3
 
 
-async def test_failed_reads_are_outcomes(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_failed_reads_are_outcomes(tier: VolumeTier, files: FaultyFiles) -> None:
     sample = make_sample(MIB, 1)
     (place,) = await store(tier, [sample])
     files.inject(Fault("preadv", "*/data", error=errno.EIO, times=1))
@@ -152,7 +152,7 @@ async def test_failed_reads_are_outcomes(tier: NvmeTier, files: FaultyFiles) -> 
     assert tier.health == "ok"
 
 
-async def test_write_damaged_on_its_way_is_found(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_write_damaged_on_its_way_is_found(tier: VolumeTier, files: FaultyFiles) -> None:
     sample = make_sample(LENGTH, 1)
     await store(tier, [make_sample(LENGTH, 2)])
     files.inject(Fault("pwritev", "*/data", flip=8 * 70_000, times=1))
@@ -162,7 +162,7 @@ async def test_write_damaged_on_its_way_is_found(tier: NvmeTier, files: FaultyFi
 
 @pytest.mark.parametrize("stage", ["void", "commit"])
 async def test_delete_holds_by_either_means(
-    tmp_path: Path, tier: NvmeTier, files: FaultyFiles, stage: str
+    tmp_path: Path, tier: VolumeTier, files: FaultyFiles, stage: str
 ) -> None:
     """One of header and index could not be changed; the other is enough, whatever is lost next."""
     gone, kept = make_sample(LENGTH, 1), make_sample(300_000, 2)
@@ -180,7 +180,7 @@ async def test_delete_holds_by_either_means(
 
 
 async def test_delete_that_is_not_durable_says_so(
-    tmp_path: Path, tier: NvmeTier, files: FaultyFiles
+    tmp_path: Path, tier: VolumeTier, files: FaultyFiles
 ) -> None:
     gone, kept = make_sample(4 * KIB, 1), make_sample(4 * KIB, 2)
     place, _ = await store(tier, [gone, kept])
@@ -197,7 +197,7 @@ async def test_delete_that_is_not_durable_says_so(
     assert (await reopen(tmp_path / "volume", samples)).good == keys(samples[1:])
 
 
-async def test_deletes_work_on_a_full_volume(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_deletes_work_on_a_full_volume(tier: VolumeTier, files: FaultyFiles) -> None:
     places: dict[int, list[int]] = {}
     for length in (4 * KIB, 64 * KIB, 100_000):
         places[length] = []
@@ -219,7 +219,9 @@ async def test_deletes_work_on_a_full_volume(tier: NvmeTier, files: FaultyFiles)
     assert tier.health == "ok"
 
 
-async def test_cancelled_read_waits_for_a_stuck_device(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_cancelled_read_waits_for_a_stuck_device(
+    tier: VolumeTier, files: FaultyFiles
+) -> None:
     samples = [make_sample(MIB, seed) for seed in range(12)]
     places = await store(tier, samples)
     release = Gate()
@@ -242,7 +244,7 @@ async def test_cancelled_read_waits_for_a_stuck_device(tier: NvmeTier, files: Fa
     assert all(np.all(np.frombuffer(read.into, np.uint8) == 0x77) for read in reads)
 
 
-async def test_delete_waits_for_a_stuck_reader(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_delete_waits_for_a_stuck_reader(tier: VolumeTier, files: FaultyFiles) -> None:
     sample = make_sample(LENGTH, 1)
     (place,) = await store(tier, [sample])
     release = Gate()
@@ -261,7 +263,7 @@ async def test_delete_waits_for_a_stuck_reader(tier: NvmeTier, files: FaultyFile
     assert tier.usage().objects == 1
 
 
-async def test_many_objects_share_a_commit(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_many_objects_share_a_commit(tier: VolumeTier, files: FaultyFiles) -> None:
     samples = [make_sample(100_000, seed) for seed in range(64)]
     await store(tier, samples[:1])
     before = files.calls.copy()
@@ -270,7 +272,7 @@ async def test_many_objects_share_a_commit(tier: NvmeTier, files: FaultyFiles) -
     assert files.calls["fdatasync"] - before["fdatasync"] <= 30
 
 
-async def test_region_table_that_cannot_be_written(tier: NvmeTier, files: FaultyFiles) -> None:
+async def test_region_table_that_cannot_be_written(tier: VolumeTier, files: FaultyFiles) -> None:
     files.inject(Fault("pwritev", "*/data", error=errno.EIO, times=1))
     assert await tier.reserve("default", [MIB]) == [NoRoom.DOWN]
     assert not isinstance((await tier.reserve("default", [MIB]))[0], NoRoom)
@@ -313,7 +315,7 @@ async def test_smaller_cap_after_restart(tmp_path: Path) -> None:
     assert again.good == found.good
 
 
-async def test_second_opener_is_refused(tmp_path: Path, tier: NvmeTier) -> None:
+async def test_second_opener_is_refused(tmp_path: Path, tier: VolumeTier) -> None:
     with pytest.raises(DataDirectoryError, match=r"in use by another process .*stop the other"):
         await make_tier(tmp_path / "volume").open()
 
@@ -346,7 +348,7 @@ async def test_cap_too_small(tmp_path: Path) -> None:
         await make_tier(tmp_path, cap_bytes=4 * MIB).open()
 
 
-async def test_misuse_is_an_exception(tier: NvmeTier) -> None:
+async def test_misuse_is_an_exception(tier: VolumeTier) -> None:
     sample = make_sample(MIB, 1)
     item = ObjectWrite(0, sample.meta, sample.payload)
     with pytest.raises(ValueError, match="not reserved"):

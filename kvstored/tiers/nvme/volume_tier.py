@@ -1,4 +1,4 @@
-"""The NVMe tier, first form: one volume.
+"""The objects of one volume, as a tier of their own.
 
 See docs/nvme-format.md for what lies on the device and docs/architecture.md for the threads. All
 waiting for the device happens in `nvme-*` threads.
@@ -51,7 +51,7 @@ class DeleteNotDurable(KvstoredError):
     """A delete took effect in memory, but the device did not make it durable."""
 
 
-class NvmeTier(Tier):
+class VolumeTier(Tier):
     """Objects in slots of one preallocated file, and small ones in LMDB. See `Tier`.
 
     `cap_bytes` covers everything in `directory`. `namespace_cap(name)` gives a namespace's cap in

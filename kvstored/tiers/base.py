@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,12 @@ class ObjectRead:
     into: memoryview
 
 
+Arrived = Callable[[int, ReadOutcome, bytes], None]
+"""Told of one item of a `read`: its index, what became of it, and, where OK, the XXH3-64 of its
+pieces (little-endian, 8 bytes each; otherwise empty). Must not raise.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TierUsage:
     """`footprint_bytes`: what the memory or device really holds, preallocation and index included.
@@ -228,9 +234,15 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
+    async def read(
+        self, items: Sequence[ObjectRead], arrived: Arrived | None = None
+    ) -> list[ReadOutcome]:
         """Read and verify objects. After it returns, or raises CancelledError, nothing more is
-        written to any `into`.
+        written to any `into`; for what the device keeps, that takes as long as the device does.
+
+        `arrived` is called on the loop for each item exactly once, as soon as it is settled, in any
+        order, and before this returns or raises; nothing is written to that item's `into` from then
+        on. Items that a cancellation kept from being read arrive as FAILED.
         """
 
     @abstractmethod

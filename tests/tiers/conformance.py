@@ -137,6 +137,18 @@ def want(place: int, sample: Sample) -> ObjectRead:
     return ObjectRead(place, meta.key, meta.part, meta.length_bytes, meta.checksum, into)
 
 
+class Arrivals:
+    """Collects what `read` tells of its items, with the bytes as they are at that moment."""
+
+    def __init__(self, items: Sequence[ObjectRead]) -> None:
+        self.items = items
+        self.found: dict[int, tuple[ReadOutcome, bytes, bytes]] = {}
+
+    def __call__(self, i: int, outcome: ReadOutcome, pieces: bytes) -> None:
+        assert i not in self.found, "once only"
+        self.found[i] = (outcome, pieces, bytes(self.items[i].into))
+
+
 async def assert_holds(tier: Tier, place: int, sample: Sample) -> None:
     """The place gives back exactly the sample, and zeros behind its end."""
     item = want(place, sample)
@@ -340,6 +352,45 @@ class TierConformance:
             if outcome is ReadOutcome.OK:
                 assert read.into[: read.length_bytes] == sample.payload[: read.length_bytes]
         assert tier.usage().charged_bytes == 0
+
+    async def test_each_item_arrives_once_before_the_read_returns(
+        self, make_tier: MakeTier
+    ) -> None:
+        tier, _ = await make_tier()
+        samples = [make_sample(length, seed=i) for i, length in enumerate(BORDER_LENGTHS)]
+        places = await store(tier, samples)
+        await tier.delete(places[3:4])
+        reads = [want(p, s) for p, s in zip(places, samples, strict=True)]
+        reads[1] = replace(reads[1], key=bytes(32))
+        seen = Arrivals(reads)
+        outcomes = await tier.read(reads, seen)
+        assert sorted(seen.found) == list(range(len(reads))), "each of them, and no more later"
+        assert outcomes == [seen.found[i][0] for i in range(len(reads))]
+        assert [i for i, o in enumerate(outcomes) if o is not ReadOutcome.OK] == [1, 3]
+        for i, (outcome, pieces, data) in seen.found.items():
+            if outcome is ReadOutcome.OK:
+                assert pieces == samples[i].meta.piece_checksums
+                assert data == bytes(samples[i].payload), "all is there, padding too"
+            else:
+                assert pieces == b""
+
+    async def test_items_of_a_cancelled_read_arrive_too(self, make_tier: MakeTier) -> None:
+        tier, _ = await make_tier()
+        samples = [make_sample(MIB, i) for i in range(16)]
+        places = await store(tier, samples)
+        for turns in range(4):
+            reads = [want(p, s) for p, s in zip(places, samples, strict=True)]
+            seen = Arrivals(reads)
+            task = asyncio.ensure_future(tier.read(reads, seen))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert turns == 0 or sorted(seen.found) == list(range(16))
+            for i, (outcome, _, data) in seen.found.items():
+                assert outcome is not ReadOutcome.CORRUPT
+                if outcome is ReadOutcome.OK:
+                    assert data == samples[i].data
 
     async def test_cancelled_read_leaves_buffers_alone(self, make_tier: MakeTier) -> None:
         tier, _ = await make_tier()

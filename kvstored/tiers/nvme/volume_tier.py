@@ -19,6 +19,7 @@ from typing import TypeVar
 from kvstored.errors import DataDirectoryError, KvstoredError
 from kvstored.io.base import Files, RealFiles
 from kvstored.tiers.base import (
+    Arrived,
     NoRoom,
     ObjectRead,
     ObjectWrite,
@@ -323,20 +324,30 @@ class VolumeTier(Tier):
 
     # ---- read ---------------------------------------------------------------------------------
 
-    async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
+    async def read(
+        self, items: Sequence[ObjectRead], arrived: Arrived | None = None
+    ) -> list[ReadOutcome]:
         """See Tier. The tier knows of the readers before this first waits."""
-        if self._down:
-            return [ReadOutcome.DOWN] * len(items)
-        outcomes = [ReadOutcome.CORRUPT] * len(items)
+        outcomes = [ReadOutcome.DOWN if self._down else ReadOutcome.CORRUPT] * len(items)
+
+        def settle(i: int, outcome: ReadOutcome, pieces: bytes) -> None:
+            outcomes[i] = outcome
+            if arrived is not None:
+                arrived(i, outcome, pieces)
+
         jobs = [
             (i, item, self._space.namespace(item.place), self._space.entry(item.place))
             for i, item in enumerate(items)
-            if self._space.state(item.place) is PlaceState.LIVE and self._fits(item)
+            if not self._down
+            and self._space.state(item.place) is PlaceState.LIVE
+            and self._fits(item)
         ]
         for _, item, _, _ in jobs:
             self._readers[item.place] += 1
+        for i in set(range(len(items))).difference(job[0] for job in jobs):
+            settle(i, outcomes[i], b"")
         stop = threading.Event()
-        await self._finish(self._read_all(jobs, outcomes, stop), stop)
+        await self._finish(self._read_all(jobs, settle, stop), stop)
         return outcomes
 
     def _fits(self, item: ObjectRead) -> bool:
@@ -353,18 +364,21 @@ class VolumeTier(Tier):
     async def _read_all(
         self,
         jobs: list[tuple[int, ObjectRead, str, RegionEntry | None]],
-        outcomes: list[ReadOutcome],
+        settle: Arrived,
         stop: threading.Event,
     ) -> None:
+        loop = asyncio.get_running_loop()
+
         async def read_some(some: list[tuple[int, ObjectRead, str, RegionEntry | None]]) -> None:
             def work() -> None:
                 for i, item, namespace, entry in some:
-                    if stop.is_set():
-                        return
-                    outcomes[i] = self._read_one(item, namespace, entry)
+                    found = ReadOutcome.FAILED, b""
+                    if not stop.is_set():
+                        found = self._read_one(item, namespace, entry)
+                    loop.call_soon_threadsafe(settle, i, *found)
 
             async with self._turns:
-                await asyncio.get_running_loop().run_in_executor(self._io, work)
+                await loop.run_in_executor(self._io, work)
 
         try:
             parts = runs(jobs, lambda job: job[1].length_bytes, _RUN_BYTES)
@@ -384,8 +398,10 @@ class VolumeTier(Tier):
             if waiting is not None:
                 waiting.set_result(None)
 
-    def _read_one(self, item: ObjectRead, namespace: str, entry: RegionEntry | None) -> ReadOutcome:
-        """Read and verify one object, in a thread."""
+    def _read_one(
+        self, item: ObjectRead, namespace: str, entry: RegionEntry | None
+    ) -> tuple[ReadOutcome, bytes]:
+        """Read and verify one object, in a thread; gives its piece checksums too."""
         try:
             block: memoryview | bytearray
             if entry is None:
@@ -395,18 +411,18 @@ class VolumeTier(Tier):
                 block = self._volume.data.read_slot(entry, item.place, item.into, item.length_bytes)
         except IO_ERRORS as error:
             self._note("read", error)
-            return ReadOutcome.FAILED
+            return ReadOutcome.FAILED, b""
         self._note("read", None)
         try:
             found = header.decode(block, where)
         except DamagedError:
-            return ReadOutcome.CORRUPT
+            return ReadOutcome.CORRUPT, b""
         if found is None or not verify.is_expected(found.meta, namespace, item):
-            return ReadOutcome.CORRUPT
+            return ReadOutcome.CORRUPT, b""
         if not verify.payload_matches(found.meta, item.into):
-            return ReadOutcome.CORRUPT
+            return ReadOutcome.CORRUPT, b""
         verify.clear_padding(item.into, item.length_bytes)
-        return ReadOutcome.OK
+        return ReadOutcome.OK, found.meta.piece_checksums
 
     def _read_small(self, item: ObjectRead) -> tuple[bytearray, Where]:
         block = bytearray(header.HEADER_BYTES)

@@ -17,6 +17,7 @@ from kvstored.errors import DataDirectoryError
 from kvstored.tiers.base import (
     MAX_OBJECT_BYTES,
     PIECE_BYTES,
+    Arrived,
     NoRoom,
     ObjectMeta,
     ObjectRead,
@@ -232,23 +233,41 @@ class RamTier(Tier):
         """See Tier: copies each payload into its place and publishes it."""
         return await self._finish(self._write(items))
 
-    async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
+    async def read(
+        self, items: Sequence[ObjectRead], arrived: Arrived | None = None
+    ) -> list[ReadOutcome]:
         """See Tier: copies out, and verifies what was copied piece by piece."""
         outcomes = [self._expected(item) for item in items]
-        good = [i for i, outcome in enumerate(outcomes) if outcome is ReadOutcome.OK]
-        for i in good:
-            self.lease(items[i].place)
-        jobs = [self._copy_job(items[i]) for i in good]
+        checksums = {
+            i: self.checksums(items[i].place)[1]
+            for i, outcome in enumerate(outcomes)
+            if outcome is ReadOutcome.OK
+        }
+        loop = asyncio.get_running_loop()
         stop = threading.Event()
-        try:
-            intact = await self._finish(self._in_pool(_copy_out, jobs, stop), stop)
-        finally:
-            jobs.clear()
-            for i in good:
+
+        def settle(i: int, outcome: ReadOutcome) -> None:
+            outcomes[i] = outcome
+            if i in checksums:
                 self.release(items[i].place)
-        for i, is_intact in zip(good, intact, strict=True):
-            if not is_intact:
-                outcomes[i] = ReadOutcome.CORRUPT
+            if arrived is not None:
+                arrived(i, outcome, checksums[i] if outcome is ReadOutcome.OK else b"")
+
+        for i, outcome in enumerate(outcomes):
+            if i in checksums:
+                self.lease(items[i].place)
+            else:
+                settle(i, outcome)
+        jobs = {i: self._copy_job(items[i]) for i in checksums}
+
+        def work() -> None:
+            while jobs:
+                i, job = jobs.popitem()
+                outcome = _copy_out(job, stop)
+                del job  # no view of the extent is left when its lease ends
+                loop.call_soon_threadsafe(settle, i, outcome)
+
+        await self._finish(self._in_pool(work), stop)
         return outcomes
 
     async def delete(self, places: Sequence[int]) -> None:
@@ -475,10 +494,10 @@ def _copy_in(jobs: Sequence[tuple[memoryview, memoryview]]) -> None:
         _copy(extent, payload)
 
 
-def _copy_out(
-    jobs: Sequence[tuple[memoryview, memoryview, int, bytes]], stop: threading.Event
-) -> list[bool]:
-    return [not stop.is_set() and _copy_verified(*job, stop) for job in jobs]
+def _copy_out(job: tuple[memoryview, memoryview, int, bytes], stop: threading.Event) -> ReadOutcome:
+    if not stop.is_set() and _copy_verified(*job, stop):
+        return ReadOutcome.OK
+    return ReadOutcome.FAILED if stop.is_set() else ReadOutcome.CORRUPT
 
 
 def _copy_verified(

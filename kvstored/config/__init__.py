@@ -22,6 +22,7 @@ from kvstored.config.settings import (
     Settings,
     TcpAddress,
     TenantSettings,
+    VolumeSettings,
 )
 from kvstored.errors import ConfigError
 
@@ -38,6 +39,7 @@ __all__ = [
     "Settings",
     "TcpAddress",
     "TenantSettings",
+    "VolumeSettings",
     "load",
     "render",
 ]
@@ -81,8 +83,8 @@ def render(effective: tuple[Effective, ...]) -> str:
     lines: list[str] = []
     table = ""
     for setting in effective:
-        first_of_namespace = setting.table == "[[namespace]]" and setting.key == "name"
-        if setting.table != table or first_of_namespace:
+        next_of_list = setting.table.startswith("[[") and setting.key == "name"
+        if setting.table != table or next_of_list:
             lines += ["", setting.table] if lines else [setting.table]
             table = setting.table
         remark = ", ".join(filter(None, (setting.note, setting.source)))

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstored.config import host as hosts
 from kvstored.config.host import Host
 from kvstored.config.namespaces import build_namespaces
+from kvstored.config.paths import absolute, absolute_or_none
 from kvstored.config.reader import Report, Section, secretive, suggestion
 from kvstored.config.secret import Secret
 from kvstored.config.settings import (
@@ -16,14 +17,21 @@ from kvstored.config.settings import (
     ListenSettings,
     LocalSettings,
     LogSettings,
-    NvmeSettings,
     RamSettings,
     Settings,
     TcpAddress,
     TenantSettings,
 )
 from kvstored.config.sizes import format_size
-from kvstored.config.sources import CONFIG_VARIABLE, NAMESPACE_TABLE, PREFIX, Tree
+from kvstored.config.sources import (
+    CONFIG_VARIABLE,
+    NAMESPACE_TABLE,
+    NVME_TABLE,
+    PREFIX,
+    VOLUMES_KEY,
+    Tree,
+)
+from kvstored.config.volumes import build_nvme
 from kvstored_client.target import local_socket_path
 
 MIB = 1 << 20
@@ -32,10 +40,7 @@ GIB = 1 << 30
 SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "local", "tenants", "log")
 
 LEAST_RAM_BYTES = MIB
-LEAST_NVME_BYTES = 16 * MIB
-NVME_STEP_BYTES = 64 * MIB  # so that the default does not change with every byte of the disk
 DEFAULT_RAM_BYTES = GIB
-DEFAULT_NVME_BYTES = 10 * GIB
 DEFAULT_HTTP = "127.0.0.1:9441"
 _HTTP_WANTED = f"write host:port, such as {DEFAULT_HTTP}, or the absolute path of a Unix socket"
 LEAST_OBJECT_BYTES = 4096
@@ -55,7 +60,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
     daemon = _daemon(section["daemon"], host)
     listen = _listen(section["listen"], host)
     ram = _ram(section["ram"], host)
-    nvme = _nvme(section["nvme"], daemon.data_dir, report)
+    nvme = build_nvme(section["nvme"], tree.volumes, daemon.data_dir, report)
     limits = _limits(section["limits"], ram)
     local = _local(section["local"], ram)
     tenants = TenantSettings(section["tenants"].integer("max", 1000, least=1, most=100_000))
@@ -63,8 +68,8 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
         section["log"].choice("level", "info", ("debug", "info", "warning", "error")),
         section["log"].choice("format", "logfmt", ("logfmt", "json")),
     )
-    for each in section.values():
-        each.finish()
+    for name, each in section.items():
+        each.finish(*((VOLUMES_KEY,) if name == NVME_TABLE else ()))
     namespaces = build_namespaces(
         tree.namespaces, ram, nvme, environ, report, implicit_default=daemon.default_namespace
     )
@@ -76,7 +81,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
 
 
 def _daemon(section: Section, host: Host) -> DaemonSettings:
-    data_dir = section.text("data_dir", str(host.state_dir), _absolute, "write an absolute path")
+    data_dir = section.text("data_dir", str(host.state_dir), absolute, "write an absolute path")
     if reason := hosts.unusable_reason(data_dir):
         section.complain(
             "data_dir",
@@ -91,7 +96,7 @@ def _daemon(section: Section, host: Host) -> DaemonSettings:
 def _secret(section: Section) -> Secret | None:
     text = section.secret_text("deployment_secret")
     key = "deployment_secret"
-    file = section.text("deployment_secret_file", "", _absolute_or_none, "write an absolute path")
+    file = section.text("deployment_secret_file", "", absolute_or_none, "write an absolute path")
     if text is not None and file is not None:
         section.complain("deployment_secret_file", "give this or deployment_secret, not both")
     elif file is not None:
@@ -132,34 +137,6 @@ def _ram(section: Section, host: Host) -> RamSettings:
             f"at most half of it is advisable",
         )
     return RamSettings(cap_bytes)
-
-
-def _nvme(section: Section, data_dir: Path, report: Report) -> NvmeSettings:
-    try:
-        disk_bytes = hosts.disk_for(data_dir)
-    except OSError as error:
-        section.complain("cap_bytes", f"the disk of {data_dir} cannot be asked: {error.strerror}")
-        disk_bytes = 2 * DEFAULT_NVME_BYTES
-    default = min(DEFAULT_NVME_BYTES, disk_bytes // 2 // NVME_STEP_BYTES * NVME_STEP_BYTES)
-    room = default >= LEAST_NVME_BYTES
-    # Who gives a cap wants the tier: only the default does without it where the disk is small.
-    enabled = section.boolean("enabled", default=room or section.given("cap_bytes"))
-    cap_bytes = section.size("cap_bytes", max(default, LEAST_NVME_BYTES), least=LEAST_NVME_BYTES)
-    if not enabled:
-        if not room and not section.given("enabled"):
-            report.warnings.append(
-                f"the disk of {data_dir} has room for {format_size(disk_bytes)} only: there is no "
-                "NVMe tier, and a restart loses everything"
-            )
-        return NvmeSettings(enabled=False, cap_bytes=0)
-    if cap_bytes > disk_bytes:
-        section.complain(
-            "cap_bytes",
-            f"{format_size(cap_bytes)} is above what the disk of {data_dir} can hold: "
-            f"{format_size(disk_bytes)} (free space and what kvstored holds there already); lower "
-            "it, or set nvme.enabled = false to do without the tier",
-        )
-    return NvmeSettings(enabled=True, cap_bytes=cap_bytes)
 
 
 def _limits(section: Section, ram: RamSettings) -> LimitSettings:
@@ -239,19 +216,8 @@ def _near_variables(environ: Mapping[str, str], report: Report) -> None:
             report.problems.append(f"{name}: did you mean {meant}, with two underscores?")
 
 
-def _absolute(text: str) -> Path:
-    path = Path(text).expanduser()
-    if not text or not path.is_absolute():
-        raise ValueError
-    return path
-
-
-def _absolute_or_none(text: str) -> Path | None:
-    return _absolute(text) if text else None
-
-
 def _socket_path(text: str) -> Path:
-    path = _absolute(text.removeprefix("unix:"))
+    path = absolute(text.removeprefix("unix:"))
     if len(str(path).encode()) > LONGEST_SOCKET_PATH_BYTES:
         raise ValueError(
             f"a socket's path may have at most {LONGEST_SOCKET_PATH_BYTES} bytes: shorten it"

@@ -139,7 +139,12 @@ def disk_for(path: Path) -> int:
     Raises OSError where the file system cannot be asked.
     """
     stat = os.statvfs(existing_ancestor(path))
-    return stat.f_bavail * stat.f_frsize + sum(map(_held, _files_below(path)))
+    return stat.f_bavail * stat.f_frsize + held_bytes_below(path)
+
+
+def held_bytes_below(path: Path) -> int:
+    """Bytes on the disk that the files below `path` hold."""
+    return sum(map(_held, _files_below(path)))
 
 
 def _files_below(path: Path) -> list[Path]:

@@ -20,7 +20,7 @@ LEAST_TOKEN_CHARACTERS = 8
 LEAST_CAP_BYTES = 4096
 LONGEST_TTL_S = 10 * 365 * 86_400
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 _TOKEN = re.compile(r"[!-~]+", re.ASCII)
 
 
@@ -60,7 +60,7 @@ def _build(
     label = str(table["name"].value) if "name" in table else f"#{number}"
     section = Section(f"namespace.{label}", table, report, "[[namespace]]")
     name = section.text("name", f"#{number}", str, "write a text in quotes")
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         section.complain(
             "name", "give a name of 1 to 64 letters, digits, dots, dashes and underscores"
         )

@@ -19,6 +19,7 @@ from kvstored.config.sources import Table
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 60
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     effective: list[Effective] = field(default_factory=list)
 
+    def add(self, more: Report) -> None:
+        """Take over what another report holds."""
+        self.problems += more.problems
+        self.warnings += more.warnings
+        self.effective += more.effective
+
 
 class Section:
     """One table of the configuration. `path` is its name in messages, like "ram"."""
@@ -54,6 +61,10 @@ class Section:
     def given(self, key: str) -> bool:
         """Somebody gave this key a value."""
         return key in self._table
+
+    def automatic(self, key: str) -> bool:
+        """Nobody gave this key a value, or somebody said "auto"."""
+        return not self.given(key) or self._table[key].value == AUTO
 
     def complain(self, key: str, what: str) -> None:
         """Note that a key's value cannot be used; `what` says why and what would be right."""
@@ -87,6 +98,18 @@ class Section:
             self.complain(key, f"must be from {format_size(least)} to {format_size(most)}")
             size = default
         return self._note(key, size, str(size), format_size(size))
+
+    def size_or_auto(self, key: str, default: int, *, least: int, most: int = MAX_BYTES) -> int:
+        """As `size`; "auto" means the default too."""
+        if self.given(key) and self.automatic(key):
+            return self._note(key, default, json.dumps(AUTO), format_size(default))
+        return self.size(key, default, least=least, most=most)
+
+    def auto(self, key: str, size: int, why_not: str) -> int:
+        """A size that follows from others: nothing but "auto" may be given, for the reason said."""
+        if not self.automatic(key):
+            self.complain(key, why_not)
+        return self._note(key, size, json.dumps(AUTO), format_size(size))
 
     def integer(self, key: str, default: int, *, least: int, most: int) -> int:
         """A whole number."""
@@ -157,8 +180,11 @@ class Section:
         self._note(key, None, json.dumps(MASK) if value else '""')
         return value if isinstance(value, str) else None
 
-    def finish(self) -> None:
-        """Note every key that nobody asked for, with the known one that is most like it."""
+    def finish(self, *more: str) -> None:
+        """Note every key that nobody asked for, with the known one that is most like it. `more`:
+        other known keys, which stand in tables of their own.
+        """
+        self._asked += more
         for key in self._table.keys() - set(self._asked):
             known = ", ".join(self._asked)
             what = suggestion(key, self._asked, "unknown key") + f"; {self._header} has {known}"

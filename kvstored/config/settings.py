@@ -58,11 +58,26 @@ class RamSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class VolumeSettings:
+    """One volume of the NVMe tier, in a directory of its own. `drain`: nothing new is placed there,
+    and what is there is moved to the others or dropped.
+    """
+
+    name: str
+    path: Path
+    cap_bytes: int
+    drain: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NvmeSettings:
-    """Hard cap of the NVMe tier; 0 where it is not enabled."""
+    """Hard cap of the NVMe tier, the sum of its volumes'; 0, and no volumes, where it is not
+    enabled. A volume's number is its index here.
+    """
 
     enabled: bool
     cap_bytes: int
+    volumes: tuple[VolumeSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 PREFIX = "KVSTORED_"
 CONFIG_VARIABLE = "KVSTORED_CONFIG"
 NAMESPACE_TABLE = "namespace"
+NVME_TABLE = "nvme"
+VOLUMES_KEY = "volumes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,12 @@ Table = dict[str, Given]
 
 @dataclass(slots=True)
 class Tree:
-    """Sections by name, [[namespace]] tables in order, and what was wrong with the sources."""
+    """Sections by name, [[namespace]] and [[nvme.volumes]] tables in order, and what was wrong with
+    the sources.
+    """
 
     sections: dict[str, Table] = field(default_factory=dict)
+    volumes: list[Table] = field(default_factory=list)
     namespaces: list[Table] = field(default_factory=list)
     strays: Table = field(default_factory=dict)  # keys outside any section
     problems: list[str] = field(default_factory=list)
@@ -74,20 +79,22 @@ def _add_file(tree: Tree, file: Path) -> None:
         return
     for name, value in document.items():
         if name == NAMESPACE_TABLE:
-            _add_namespaces(tree, value, str(file))
+            tree.namespaces += _tables(tree, NAMESPACE_TABLE, "namespace", value, str(file))
         elif isinstance(value, dict):
             tree.sections[name] = _table(value, str(file))
         else:
             tree.strays[name] = Given(value, str(file))
+    volumes = tree.sections.get(NVME_TABLE, {}).pop(VOLUMES_KEY, None)
+    if volumes is not None:
+        name = f"{NVME_TABLE}.{VOLUMES_KEY}"
+        tree.volumes += _tables(tree, name, "volume", volumes.value, volumes.source)
 
 
-def _add_namespaces(tree: Tree, value: object, source: str) -> None:
+def _tables(tree: Tree, name: str, what: str, value: object, source: str) -> list[Table]:
     if isinstance(value, list) and all(isinstance(table, dict) for table in value):
-        tree.namespaces += [_table(table, source) for table in value]
-    else:
-        tree.problems.append(
-            f"{NAMESPACE_TABLE} ({source}): write each namespace as a table headed [[namespace]]"
-        )
+        return [_table(table, source) for table in value]
+    tree.problems.append(f"{name} ({source}): write each {what} as a table headed [[{name}]]")
+    return []
 
 
 def _table(values: dict[str, object], source: str) -> Table:
@@ -95,30 +102,45 @@ def _table(values: dict[str, object], source: str) -> Table:
 
 
 def _add_variable(tree: Tree, variable: str, text: str) -> None:
-    """KVSTORED_SECTION__KEY, or KVSTORED_NAMESPACE__NAME__KEY."""
+    """KVSTORED_SECTION__KEY, KVSTORED_NAMESPACE__NAME__KEY or KVSTORED_NVME__VOLUMES__NAME__KEY."""
     given = Given(text, variable, text=True)
     section, *rest = variable.removeprefix(PREFIX).lower().split("__")
-    if section == NAMESPACE_TABLE and len(rest) == 2:
-        _namespace_named(tree, rest[0], given)[rest[1]] = given
-    elif section != NAMESPACE_TABLE and len(rest) == 1:
+    form = "SECTION__KEY"
+    if section == NAMESPACE_TABLE:
+        form, tables, listed = "NAMESPACE__NAME__KEY", tree.namespaces, rest
+    elif section == NVME_TABLE and rest[0] == VOLUMES_KEY:
+        form, tables, listed = "NVME__VOLUMES__NAME__KEY", tree.volumes, rest[1:]
+    elif len(rest) == 1:
         tree.sections.setdefault(section, {})[rest[0]] = given
+        return
     else:
-        form = "NAMESPACE__NAME__KEY" if section == NAMESPACE_TABLE else "SECTION__KEY"
+        tables, listed = [], []
+    if len(listed) == 2 and all(listed):
+        _table_named(tables, listed[0], given)[listed[1]] = given
+    else:
         tree.problems.append(f"{variable}: write {PREFIX}{form}")
 
 
-def _namespace_named(tree: Tree, name: str, given: Given) -> Table:
-    """The table of the namespace that a variable names, made if there is none.
+def _table_named(tables: list[Table], name: str, given: Given) -> Table:
+    """The table of the namespace or volume that a variable names, made if there is none.
 
     Variables know capitals, digits and underscores only, so "team-a" is TEAM_A.
     """
-    for table in tree.namespaces:
-        known = table.get("name")
-        if known and _as_variable(str(known.value)) == _as_variable(name):
+    for table in tables:
+        if _as_variable(name_of(table)) == _as_variable(name):
             return table
     table = {"name": Given(name, given.source)}
-    tree.namespaces.append(table)
+    tables.append(table)
     return table
+
+
+def name_of(table: Table) -> str:
+    """The name of a namespace or volume; a volume's is by default the last component of its path.
+    "" where there is neither.
+    """
+    if "name" in table:
+        return str(table["name"].value)
+    return PurePath(str(table["path"].value)).name if "path" in table else ""
 
 
 def _as_variable(name: str) -> str:

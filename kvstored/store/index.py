@@ -451,6 +451,11 @@ class ChunkIndex:
         self.object_chunk[row] = NONE
         self._objects.free(row)
 
+    def placed_within(self, tier: TierKind, first: int, stop: int) -> NDArray[np.int32]:
+        """Rows of the objects whose place in a tier is at least `first` and below `stop`."""
+        places = np.frombuffer(self.place[tier], np.int64)[: self._objects.rows]
+        return np.flatnonzero((places >= first) & (places < stop)).astype(np.int32)
+
     def alive(self, row: int, generation: int) -> bool:
         """Whether the row still is the object it was when `generation` was noted."""
         return self.generation[row] == generation and self.object_chunk[row] != NONE

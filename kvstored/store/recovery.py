@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
@@ -28,6 +30,39 @@ def by_recency(found: Recovered) -> list[int]:
             used[parent] = used[i]
     order = np.lexsort((-found.depth.astype(np.int64), used))
     return [int(i) for i in order]
+
+
+_COLUMNS = [
+    f.name for f in fields(Recovered) if isinstance(getattr(Recovered(), f.name), np.ndarray)
+]
+
+
+def _some(found: Recovered, rows: NDArray[np.int64]) -> Recovered:
+    part = replace(found)
+    for name in _COLUMNS:
+        setattr(part, name, getattr(found, name)[rows])
+    return part
+
+
+def slices(found: Recovered, rows: int) -> Iterator[Recovered]:
+    """The same in parts of so many objects, parents before their children."""
+    order = np.argsort(found.depth, kind="stable")
+    for first in range(0, len(order), rows):
+        yield _some(found, order[first : first + rows])
+
+
+def without(found: Recovered, deleted: set[tuple[str, bytes]]) -> tuple[Recovered, list[int]]:
+    """What is left of `slices`, and the places of what is not, when chunks (namespace, key) are
+    deleted with all below them. Those below that come in a later slice are added to `deleted`.
+    """
+    gone = np.zeros(len(found.place), np.bool_)
+    for i in range(len(gone)):
+        name = found.namespaces[found.namespace_id[i]]
+        key, parent = found.keys[i].tobytes(), found.parents[i].tobytes()
+        if (name, key) in deleted or (name, parent) in deleted:
+            gone[i] = True
+            deleted.add((name, key))
+    return _some(found, (~gone).nonzero()[0]), [int(p) for p in found.place[gone]]
 
 
 def load(
@@ -85,8 +120,19 @@ def _enter(ns: Namespace, found: Recovered, i: int, tier: TierKind, residency: R
         )
     row = index.find_object(chunk, part)
     if row != NONE:
-        return place
+        if index.place[tier][row] != NONE or not _same(ns, row, found, i):
+            return place
+        residency.place_object(ns, row, tier, place)  # a faster tier has it
+        return NONE
     row = index.add_object(chunk, part, int(found.length_bytes[i]), found.checksums[i].tobytes())
     residency.place_object(ns, row, tier, place)
     residency.touch(ns, [chunk])
     return NONE
+
+
+def _same(ns: Namespace, row: int, found: Recovered, i: int) -> bool:
+    length = int(found.length_bytes[i])
+    return (ns.index.object_length[row], ns.index.checksum(row)) == (
+        length,
+        found.checksums[i].tobytes(),
+    )

@@ -62,6 +62,9 @@ class Residency:
     def place_object(self, ns: Namespace, row: int, tier: TierKind, place: int) -> None:
         """The object is readable in a tier at a place from now on."""
         index = ns.index
+        if index.place[tier][row] != NONE:  # a volume with a copy of it has come back meanwhile
+            self._discard(tier, [place])
+            return
         chunk = index.object_chunk[row]
         bit = TIER_BIT[tier]
         if not index.tick[chunk] or (tier is TierKind.RAM and not index.tiers[chunk] & bit):
@@ -149,25 +152,26 @@ class Residency:
 
     def drop_subtree(
         self, ns: Namespace, chunk: int, state: pb.ChunkState, reason: str
-    ) -> dict[TierKind, list[int]]:
-        """Drop a chunk and all below it from every tier. Gives the places that were discarded."""
+    ) -> list[bytes]:
+        """Drop a chunk and all below it from every tier, and discard the places. Gives the keys."""
         index = ns.index
         rows = index.subtree(chunk)
+        keys = [index.key(row) for row in rows]
         freed: dict[TierKind, list[int]] = {tier: [] for tier in TIERS}
-        for row in reversed(rows):
+        for row, key in zip(reversed(rows), reversed(keys), strict=True):
             for obj in list(index.object_rows(row)):
                 for tier in TIERS:
                     if index.place[tier][obj] != NONE:
                         freed[tier].append(self.unplace_object(ns, obj, tier, reason))
                 index.remove_object(obj)
             why = state if row == chunk else pb.MISS_EVICTED
-            ns.ghosts.remember(index.key(row), why)
+            ns.ghosts.remember(key, why)
             ns.pins.pop(row, None)
             index.remove_chunk(row)
         for tier, places in freed.items():
             if places:
                 self._discard(tier, places)
-        return freed
+        return keys
 
     def expire(self, ns: Namespace, chunks: Iterable[int], at_ms: int) -> int:
         """Drop those of the rows that are chunks whose time is over. Gives how many were."""

@@ -38,10 +38,11 @@ from kvstored.store.residency import Residency, now_ms
 from kvstored.store.room import Room
 from kvstored.store.trash import Trash
 from kvstored.store.views import list_page, status_reply, usage_reply
+from kvstored.store.volumes import Volumes
 from kvstored.store.walk import column, objects_of, padded
 from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
-from kvstored.tiers.base import Tier, TierKind
+from kvstored.tiers.base import Recovered, Tier, TierKind
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import admin_pb2
@@ -105,6 +106,7 @@ class Store:
         self._room = Room(
             self.tiers, self.namespaces, self.residency, self._trash, self._busy, self._wanted
         )
+        self._volumes = Volumes(self.namespaces, self.residency, self._trash)
         self.writer: Writer | None = None
         self._loader: Loader | None = None
         if nvme is not None:
@@ -125,6 +127,7 @@ class Store:
             self.accounts.recovery_dropped = dict(found.dropped)
             unwanted = recovery.load(found, self.nvme.kind, self.namespaces.get, self.residency)
             self._trash.discard(self.nvme.kind, unwanted)
+            self.nvme.on_lost, self.nvme.on_found = self.volume_lost, self.volume_found
             log.info(
                 "recovered",
                 extra={"fields": {"objects": len(found.place), "dropped": found.dropped}},
@@ -181,6 +184,14 @@ class Store:
                 ]
                 self.residency.expire(ns, due, at_ms)
                 self._sweep_at[ns.name] = stop
+
+    def volume_lost(self, number: int) -> None:
+        """Hold no longer what the NVMe tier's volume of that number has; see Tier.on_lost."""
+        self._volumes.lost(number)
+
+    async def volume_found(self, found: Recovered) -> None:
+        """Hold what a volume that has come back has; see Tier.on_found."""
+        await self._volumes.found(found)
 
     def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
         """Whether something is under way that needs the chunk to stay in the tier."""
@@ -332,6 +343,7 @@ class Store:
         ns = self.namespace(run.namespace)
         state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
         dropped = 0
+        keys = dict.fromkeys(run.keys)  # held or not: a volume that is away may have them
         reason = "corrupt" if corrupt else "deleted"
         # From the end, a slice at a time: others have their turn between slices that were held.
         for stop in range(len(run), 0, -DELETE_ROWS):
@@ -340,13 +352,17 @@ class Store:
             rows = found[found != NONE][::-1].tolist()
             for chunk in rows:
                 if ns.index.held(chunk):  # else it went with one that is above it, or came twice
-                    self.residency.drop_subtree(ns, chunk, state, reason)
+                    below = self.residency.drop_subtree(ns, chunk, state, reason)
+                    keys.update(dict.fromkeys(below))
                     dropped += 1
             if rows and first:
                 await asyncio.sleep(0)  # others have their turn between slices
         # Also those that another delete, or the clock, has dropped and is still waiting for.
         if self.writer is not None and (dying := self.writer.dying(ns)):
             await asyncio.wait(dying)
+        if self.nvme is not None:
+            await self.nvme.forget(ns.name, run.family.fingerprint, list(keys))
+            await self._volumes.settled(ns, keys)
         for tier in self.tiers:
             await self._trash.flush(tier)
         return dropped

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,9 @@ ALIGNMENT_BYTES = 4096
 
 PIECE_BYTES = 1 << 20
 """Unit of verification: each piece of an object has an XXH3-64 of its own (design, section 3)."""
+
+VOLUME_SHIFT = 56
+"""Places of a tier of several volumes: the volume's number lies above the place's other 56 bits."""
 
 MIN_OBJECT_BYTES = 4096
 MAX_OBJECT_BYTES = 256 << 20
@@ -180,6 +183,14 @@ class Tier(ABC):
 
     kind: TierKind
 
+    on_lost: Callable[[int], None] | None = None
+    """Set by the store; called on the loop with the number of a volume whose objects can be had no
+    more, for now: those with a place of that number (see VOLUME_SHIFT)."""
+
+    on_found: Callable[[Recovered], Coroutine[None, None, None]] | None = None
+    """Set by the store; run on the loop with what a volume holds that has come back. The store
+    deletes what it has no use for. While it runs, `forget` is still told of deletes."""
+
     @property
     @abstractmethod
     def persistent(self) -> bool:
@@ -255,3 +266,10 @@ class Tier(ABC):
     async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
         """Keep a serialised FamilySpec, so that a restarted daemon knows it. Default: forgets."""
         del namespace, fingerprint, spec
+
+    async def forget(self, namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
+        """Deleted chunks, whether the store held them or not: what a volume that is away has of
+        them must not come back with it. Holds after a power loss when it returns. Default: no part
+        of the tier is ever away.
+        """
+        del namespace, family, keys

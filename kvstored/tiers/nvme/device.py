@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvstored.io.base import Files
-from kvstored.tiers.base import padded_bytes
 from kvstored.tiers.nvme.format import (
     BLOCK_BYTES,
     ENTRIES_PER_BLOCK,
@@ -92,20 +91,12 @@ class DataFile:
         """Where a place begins in the file."""
         return self.superblock.region_offset(region_of(place)) + slot_of(place) * entry.slot_bytes
 
-    def read_slot(
-        self, entry: RegionEntry, place: int, into: memoryview, length_bytes: int
-    ) -> memoryview:
-        """Read header and payload in one go, the payload straight into `into`.
-
-        Gives the header block: memory of this thread, good until its next call.
-        """
-        block = self._scratch.block
-        padded = padded_bytes(length_bytes)
-        self._read([block, into[:padded]], self.offset(entry, place))
-        return block
+    def read(self, buffers: Sequence[memoryview], offset_bytes: int) -> None:
+        """Fill buffers from one range of the file; all aligned, in memory and length too."""
+        self._read(buffers, offset_bytes)
 
     def read_header(self, entry: RegionEntry, place: int) -> memoryview:
-        """Read a header alone; the same memory as `read_slot` gives."""
+        """Read a header alone; memory of this thread, good until its next call."""
         self._read([self._scratch.block], self.offset(entry, place))
         return self._scratch.block
 

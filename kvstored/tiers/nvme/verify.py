@@ -1,13 +1,19 @@
-"""Whether bytes that came from the device are the object that was asked for. Pure."""
+"""Whether bytes that came from the device are the object that was asked for. Pure.
+
+A header is whole by its own checksum, names the object's checksum, which the index knows too, and
+carries the checksums of the pieces. So bytes whose pieces match are the object, and each byte is
+hashed once.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import struct
 
 import xxhash
 
 from kvstored.tiers.base import PIECE_BYTES, ObjectMeta, ObjectRead, padded_bytes
+
+DIGEST_BYTES = 8
 
 
 def is_expected(meta: ObjectMeta, namespace: str, item: ObjectRead) -> bool:
@@ -21,16 +27,18 @@ def is_expected(meta: ObjectMeta, namespace: str, item: ObjectRead) -> bool:
     )
 
 
-def payload_matches(meta: ObjectMeta, payload: memoryview) -> bool:
-    """Check a payload piece by piece, and as a whole, in one pass through memory."""
-    whole = xxhash.xxh3_128()
-    expected = struct.unpack(f"<{len(meta.piece_checksums) // 8}Q", meta.piece_checksums)
-    for i, piece_checksum in enumerate(expected):
-        piece = payload[i * PIECE_BYTES : min((i + 1) * PIECE_BYTES, meta.length_bytes)]
-        if xxhash.xxh3_64_intdigest(piece) != piece_checksum:
-            return False
-        whole.update(piece)
-    return whole.digest() == meta.checksum
+def hash_pieces(
+    payload: memoryview, length_bytes: int, start_bytes: int, stop_bytes: int, digests: bytearray
+) -> None:
+    """Put the checksums of the pieces from `start_bytes` on where they belong among `digests`.
+
+    `payload` is the whole object's memory, `length_bytes` of it count; start is a piece's.
+    """
+    for at in range(start_bytes, min(stop_bytes, length_bytes), PIECE_BYTES):
+        piece = payload[at : min(at + PIECE_BYTES, length_bytes)]
+        place = at // PIECE_BYTES * DIGEST_BYTES
+        digest = xxhash.xxh3_64_intdigest(piece)
+        digests[place : place + DIGEST_BYTES] = digest.to_bytes(DIGEST_BYTES, "little")
 
 
 def clear_padding(into: memoryview, length_bytes: int) -> None:

@@ -31,11 +31,11 @@ from kvstored.tiers.base import (
     WriteOutcome,
     padded_bytes,
 )
-from kvstored.tiers.nvme import header, layout, verify
-from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts, runs
+from kvstored.tiers.nvme import header, layout
+from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
-from kvstored.tiers.nvme.format import DamagedError, RegionEntry, is_small
-from kvstored.tiers.nvme.header import Where
+from kvstored.tiers.nvme.format import is_small
+from kvstored.tiers.nvme.reads import Job, ReadRate, Reads
 from kvstored.tiers.nvme.recovery import Recovery, recover
 from kvstored.tiers.nvme.slots import PlaceState
 from kvstored.tiers.nvme.space import NeedsRegion, Space
@@ -43,7 +43,6 @@ from kvstored.tiers.nvme.volume import Settings, Volume, open_volume
 
 _log = logging.getLogger(__name__)
 
-_RUN_BYTES = 4 << 20  # what one thread reads before others get their turn
 _DELETES_AT_ONCE = 256
 R = TypeVar("R")
 
@@ -57,8 +56,8 @@ class VolumeTier(Tier):
 
     `cap_bytes` covers everything in `directory`. `namespace_cap(name)` gives a namespace's cap in
     bytes. `region_bytes` and `small_bytes` (what objects up to 64 KiB share) are fixed when the
-    directory is first used; None derives them from the cap. `threads` bounds the transfers under
-    way at a time.
+    directory is first used; None derives them from the cap. `threads` bounds
+    the writes under way at a time, `read_threads` the transfers of reads.
     """
 
     kind = TierKind.NVME
@@ -73,11 +72,19 @@ class VolumeTier(Tier):
         region_bytes: int | None = None,
         small_bytes: int | None = None,
         threads: int = 4,
+        read_threads: int = 8,
         walk_timeout_s: float = 60.0,
     ) -> None:
         self._settings = Settings(
-            Path(directory), cap_bytes, region_bytes or 0, small_bytes or 0, walk_timeout_s, threads
+            Path(directory),
+            cap_bytes,
+            region_bytes or 0,
+            small_bytes or 0,
+            walk_timeout_s,
+            threads + read_threads,
         )
+        self._threads = threads
+        self._read_threads = read_threads
         self._files = files or RealFiles()
         self._namespace_cap = namespace_cap
         self._troubles: dict[str, str] = {}
@@ -145,10 +152,8 @@ class VolumeTier(Tier):
 
     async def open(self) -> Recovered:
         """See Tier. Waits for a child process that reads the index, or for a scan of headers."""
-        threads = self._settings.threads
-        self._io = ThreadPoolExecutor(threads, thread_name_prefix="nvme-io")
+        self._io = ThreadPoolExecutor(self._threads, thread_name_prefix="nvme-io")
         self._syncs = ThreadPoolExecutor(3, thread_name_prefix="nvme-sync")
-        self._turns = asyncio.Semaphore(2 * threads)
         loop = asyncio.get_running_loop()
         try:
             self._volume, found = await loop.run_in_executor(self._syncs, self._open)
@@ -170,6 +175,7 @@ class VolumeTier(Tier):
             self._note,
         )
         self._changes = Changes(parts, self._volume.plan, found.sequence, found.table_sequence)
+        self._reads = Reads(self._volume.data, self._small, self._note, self._read_threads)
         self._reserving = asyncio.Lock()
         self._down = False
         self._opened = True
@@ -196,6 +202,7 @@ class VolumeTier(Tier):
         self._down = True
         while self._tasks:
             await asyncio.wait(self._tasks)
+        await self._reads.close()
         await self._changes.close()
         self._io.shutdown(wait=True)
         self._syncs.shutdown(wait=True)
@@ -328,31 +335,49 @@ class VolumeTier(Tier):
         self, items: Sequence[ObjectRead], arrived: Arrived | None = None
     ) -> list[ReadOutcome]:
         """See Tier. The tier knows of the readers before this first waits."""
-        outcomes = [ReadOutcome.DOWN if self._down else ReadOutcome.CORRUPT] * len(items)
+        outcomes = [ReadOutcome.DOWN] * len(items)
 
         def settle(i: int, outcome: ReadOutcome, pieces: bytes) -> None:
             outcomes[i] = outcome
             if arrived is not None:
                 arrived(i, outcome, pieces)
 
-        jobs = [
-            (i, item, self._space.namespace(item.place), self._space.entry(item.place))
-            for i, item in enumerate(items)
-            if not self._down
-            and self._space.state(item.place) is PlaceState.LIVE
-            and self._fits(item)
-        ]
-        for _, item, _, _ in jobs:
-            self._readers[item.place] += 1
-        for i in set(range(len(items))).difference(job[0] for job in jobs):
-            settle(i, outcomes[i], b"")
-        stop = threading.Event()
-        await self._finish(self._read_all(jobs, settle, stop), stop)
+        def settle_read(i: int, outcome: ReadOutcome, pieces: bytes) -> None:
+            self._reader_gone(items[i].place)
+            settle(i, outcome, pieces)
+
+        jobs: list[Job] = []
+        elsewhere: list[int] = []
+        for i, item in enumerate(items):
+            if not self._down and self._readable(item):
+                namespace = self._space.namespace(item.place)
+                jobs.append(Job(i, item, namespace, self._space.entry(item.place)))
+            else:
+                elsewhere.append(i)
+        for job in jobs:
+            self._readers[job.item.place] += 1
+        for i in elsewhere:
+            settle(i, ReadOutcome.DOWN if self._down else ReadOutcome.CORRUPT, b"")
+        await self._reads.read(jobs, settle_read)
         return outcomes
 
-    def _fits(self, item: ObjectRead) -> bool:
-        """Whether a place can hold an object of that length at all."""
-        if item.length_bytes <= 0:
+    def give_up_reads(self) -> None:
+        """Answer DOWN for all that waits for its turn; what the device has is waited for."""
+        self._reads.give_up()
+
+    @property
+    def verified_bytes(self) -> int:
+        """Payload of the objects that were read and verified since the start."""
+        return self._reads.verified_bytes if self._opened else 0
+
+    @property
+    def read_rate(self) -> ReadRate:
+        """What the device gave while it was kept busy, since the start."""
+        return self._reads.rate if self._opened else ReadRate()
+
+    def _readable(self, item: ObjectRead) -> bool:
+        """Whether there is an object that may be of that length."""
+        if self._space.state(item.place) is not PlaceState.LIVE or item.length_bytes <= 0:
             return False
         if is_small(item.place) and item.length_bytes > layout.SMALL_MAX_BYTES:
             return False
@@ -361,35 +386,6 @@ class VolumeTier(Tier):
         entry = self._space.entry(item.place)
         return entry is None or layout.slot_bytes(item.length_bytes) <= entry.slot_bytes
 
-    async def _read_all(
-        self,
-        jobs: list[tuple[int, ObjectRead, str, RegionEntry | None]],
-        settle: Arrived,
-        stop: threading.Event,
-    ) -> None:
-        loop = asyncio.get_running_loop()
-
-        async def read_some(some: list[tuple[int, ObjectRead, str, RegionEntry | None]]) -> None:
-            def work() -> None:
-                for i, item, namespace, entry in some:
-                    found = ReadOutcome.FAILED, b""
-                    if not stop.is_set():
-                        found = self._read_one(item, namespace, entry)
-                    loop.call_soon_threadsafe(settle, i, *found)
-
-            async with self._turns:
-                await loop.run_in_executor(self._io, work)
-
-        try:
-            parts = runs(jobs, lambda job: job[1].length_bytes, _RUN_BYTES)
-            done = await asyncio.gather(*map(read_some, parts), return_exceptions=True)
-            for failure in done:
-                if failure is not None:
-                    raise failure
-        finally:
-            for _, item, _, _ in jobs:
-                self._reader_gone(item.place)
-
     def _reader_gone(self, place: int) -> None:
         self._readers[place] -= 1
         if not self._readers[place]:
@@ -397,41 +393,6 @@ class VolumeTier(Tier):
             waiting = self._drained.pop(place, None)
             if waiting is not None:
                 waiting.set_result(None)
-
-    def _read_one(
-        self, item: ObjectRead, namespace: str, entry: RegionEntry | None
-    ) -> tuple[ReadOutcome, bytes]:
-        """Read and verify one object, in a thread; gives its piece checksums too."""
-        try:
-            block: memoryview | bytearray
-            if entry is None:
-                block, where = self._read_small(item)
-            else:
-                where = self._volume.data.where(entry, item.place)
-                block = self._volume.data.read_slot(entry, item.place, item.into, item.length_bytes)
-        except IO_ERRORS as error:
-            self._note("read", error)
-            return ReadOutcome.FAILED, b""
-        self._note("read", None)
-        try:
-            found = header.decode(block, where)
-        except DamagedError:
-            return ReadOutcome.CORRUPT, b""
-        if found is None or not verify.is_expected(found.meta, namespace, item):
-            return ReadOutcome.CORRUPT, b""
-        if not verify.payload_matches(found.meta, item.into):
-            return ReadOutcome.CORRUPT, b""
-        verify.clear_padding(item.into, item.length_bytes)
-        return ReadOutcome.OK, found.meta.piece_checksums
-
-    def _read_small(self, item: ObjectRead) -> tuple[bytearray, Where]:
-        block = bytearray(header.HEADER_BYTES)
-        kept = memoryview(block)[: layout.SMALL_HEADER_BYTES]
-        into = item.into[: item.length_bytes]
-        stored = self._small.read_body(item.place, kept, into)
-        if stored != len(kept) + len(into):
-            block[:8] = bytes(8)  # not this object's body: no header
-        return block, Where(self._volume.superblock.volume_id, 0, item.place, 0)
 
     # ---- families -----------------------------------------------------------------------------
 

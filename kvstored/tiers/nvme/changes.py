@@ -84,6 +84,16 @@ class Changes:
             self._apply_small, layout.COMMIT_RECORDS, plan.small_commit_bytes, "nvme-small-commit"
         )
 
+    @property
+    def last_sequence(self) -> int:
+        """The highest given to an object so far."""
+        return self._sequence
+
+    @property
+    def owed_deletes(self) -> int:
+        """Deletes that are not durable yet."""
+        return sum(map(len, self._owed.values()))
+
     async def close(self) -> None:
         """Commit what is queued."""
         await self._slots.close()

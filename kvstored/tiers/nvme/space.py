@@ -52,6 +52,10 @@ class Space:
             self._names.append(namespace)
         return known
 
+    def namespace_charged_bytes(self, namespace: str) -> int:
+        """What a namespace's objects and reservations are charged."""
+        return self._charged[self._numbers.get(namespace, -1)]
+
     def load(self, index: Loaded, small: Loaded) -> None:
         """Take over what was recovered."""
         owners = self._owners(index)

@@ -34,6 +34,7 @@ from kvstored.tiers.base import (
 from kvstored.tiers.nvme import header, layout
 from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
+from kvstored.tiers.nvme.device import DataFile
 from kvstored.tiers.nvme.format import is_small
 from kvstored.tiers.nvme.reads import Job, ReadRate, Reads
 from kvstored.tiers.nvme.recovery import Recovery, recover
@@ -124,6 +125,38 @@ class VolumeTier(Tier):
         abandoned = self._space.slots.abandoned
         more = [f"{abandoned} regions are abandoned: a sync of them failed"] if abandoned else []
         return (*self._volume.problems, *more)
+
+    @property
+    def uuid(self) -> bytes:
+        """What the volume is known by, wherever it is mounted: 16 bytes. Only when open."""
+        return self._volume.superblock.volume
+
+    @property
+    def sequence(self) -> int:
+        """The highest that any object here has. Only when open."""
+        return self._changes.last_sequence
+
+    @property
+    def owed_deletes(self) -> int:
+        """Deletes that the device has not made durable yet; every commit tries again."""
+        return self._changes.owed_deletes if self._opened else 0
+
+    @property
+    def regions(self) -> tuple[int, int, int]:
+        """How many there are, how many of them hold nothing, how many are abandoned."""
+        if not self._opened:
+            return (0, 0, 0)
+        slots = self._space.slots
+        return (len(slots.regions), sum(r.empty for r in slots.regions), slots.abandoned)
+
+    def namespace_charged_bytes(self, namespace: str) -> int:
+        """What a namespace's objects and reservations are charged on this volume."""
+        return self._space.namespace_charged_bytes(namespace) if self._opened else 0
+
+    def spare(self) -> tuple[DataFile, int] | None:
+        """The data file and a region of it that nothing is in, if there is one."""
+        region = self._space.slots.spare_region()
+        return None if region is None else (self._volume.data, region)
 
     def usage(self) -> TierUsage:
         """See Tier."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvstored import __version__
+from kvstored.kvctl import fsck
 
 _CHUNKS = "chunks are named by --family and --token-ids, or by --fingerprint and --keys"
 
@@ -32,6 +33,7 @@ def parser() -> argparse.ArgumentParser:
     _put(commands, common)
     _delete(commands, common)
     _bench(commands, common)
+    fsck.add(commands)
     return top
 
 
@@ -142,6 +144,21 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
         "--target is given"
     )
     benches.add_parser("local", help=text, description=text, parents=[common, prefixes])
+    text = (
+        "durable put and cold get against bare O_DIRECT; starts a daemon of its own, with volumes "
+        "that it removes"
+    )
+    disk = benches.add_parser(
+        "disk", help=text, description=text, parents=[common, _bench_prefixes("1,4,16", 11)]
+    )
+    disk.add_argument(
+        "--directory",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="on the device to be measured (where temporary files are); repeatable, one volume in "
+        "each",
+    )
     text = "match among many objects against a bare look-up; starts a daemon of its own"
     lookup = benches.add_parser("lookup", help=text, description=text, parents=[common])
     for name, default, words in (
@@ -163,14 +180,16 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
 
 
-def _bench_prefixes() -> argparse.ArgumentParser:
+def _bench_prefixes(sizes: str = "1,4", rounds: int = 21) -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("benchmark")
-    group.add_argument("--rounds", type=int, default=21, metavar="N", help="at least 5 (21)")
+    group.add_argument(
+        "--rounds", type=int, default=rounds, metavar="N", help=f"at least 5 ({rounds})"
+    )
     group.add_argument(
         "--chunks", "--prefix-chunks", type=int, default=64, metavar="N", help="of the prefix (64)"
     )
     group.add_argument(
-        "--object-mib", default="1,4", metavar="N,N", help="sizes of objects in MiB (1,4)"
+        "--object-mib", default=sizes, metavar="N,N", help=f"sizes of objects in MiB ({sizes})"
     )
     return parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstored.kvctl import arguments as command_line
-from kvstored.kvctl import chunks, text
+from kvstored.kvctl import chunks, fsck, text
 from kvstored.kvctl.access import Access
 from kvstored.kvctl.outcome import DONE, FAILED, WRONG_USAGE, Outcome, failure
 from kvstored.kvctl.selection import Mistake, hex_bytes
@@ -30,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run kvctl; the exit status."""
     args = command_line.parser().parse_args(argv)
     try:
-        outcome = _carry_out(args, Access.of(args, os.environ))
+        outcome = (
+            fsck.run(args)  # needs no daemon, so no token either
+            if args.command == "fsck"
+            else _carry_out(args, Access.of(args, os.environ))
+        )
     except (Mistake, UsageError) as error:
         outcome = failure(WRONG_USAGE, str(error))
     except KVStoredClientError as error:
@@ -142,6 +146,20 @@ def _bench_local(args: argparse.Namespace, access: Access) -> list[Case]:
     return local.run(settings, _say)
 
 
+def _bench_disk(args: argparse.Namespace, _access: Access) -> list[Case]:
+    from kvstored.bench import disk
+
+    if args.target:
+        raise Mistake("bench disk makes volumes and removes them: it starts its own daemon")
+    settings = disk.Settings(
+        object_bytes=_object_sizes(args),
+        prefix_chunks=args.chunks,
+        rounds=args.rounds,
+        directories=tuple(args.directory or ()),
+    )
+    return disk.run(settings, _say)
+
+
 def _bench_lookup(args: argparse.Namespace, _access: Access) -> list[Case]:
     from kvstored.bench import lookup
 
@@ -180,6 +198,7 @@ def _say(line: str) -> None:
 BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
     "remote": _bench_remote,
     "local": _bench_local,
+    "disk": _bench_disk,
     "lookup": _bench_lookup,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import xxhash
@@ -71,7 +70,6 @@ class Loader:
         self._room = room
         self._loads: dict[tuple[int, int], _Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="ram-hash")
 
     def busy(self, ns: Namespace, chunk: int) -> bool:
         """Whether some object of the chunk is being loaded."""
@@ -164,52 +162,38 @@ class Loader:
         return placed
 
     async def _read(self, placed: list[tuple[_Load, int]]) -> None:
+        """Read a batch into its places; each object is published and handed on as it arrives."""
         unsettled = {place for _, place in placed if place != NONE}
+        reads: list[tuple[_Load, ObjectRead]] = []
+        into: list[int] = []
+
+        def arrived(i: int, outcome: ReadOutcome, pieces: bytes) -> None:
+            load, read = reads[i]
+            let_go(read.into)
+            if not self._settle(load, into[i], read, outcome, pieces):
+                self._ram.cancel([into[i]])  # nothing more is written to it
+            unsettled.discard(into[i])
+
         try:
-            reads: list[tuple[_Load, int, ObjectRead]] = []
             for load, place in placed:
                 if load.alive and place != NONE:
-                    reads.append((load, place, self._read_of(load.ns, load.row, place)))
+                    reads.append((load, self._read_of(load.ns, load.row, place)))
+                    into.append(place)
                 else:
                     self._end(load, NONE, pb.MISS_EVICTED)
-            if not reads:
-                return
-            # Called at once, without a task: no other code may free a place before the tier knows
-            # of the read, and it waits for its readers before it reuses a slot.
-            outcomes = await self._tier.read([read for _, _, read in reads])
-            pieces = await self._hash(
-                [
-                    read.into[: read.length_bytes] if outcome is ReadOutcome.OK else None
-                    for (_, _, read), outcome in zip(reads, outcomes, strict=True)
-                ]
-            )
-            for (load, place, read), outcome, checksums in zip(
-                reads, outcomes, pieces, strict=True
-            ):
-                let_go(read.into)
-                if self._settle(load, place, read, outcome, checksums):
-                    unsettled.discard(place)
+            if reads:
+                # Called at once, without a task: no other code may free a place before the tier
+                # knows of the read, and it waits for its readers before it reuses a slot.
+                await self._tier.read([read for _, read in reads], arrived)
         finally:
             self._ram.cancel(list(unsettled))
             for load, _ in placed:
                 self._end(load, NONE, pb.MISS_TIER_DOWN)
 
-    async def _hash(self, views: list[memoryview | None]) -> list[bytes]:
-        """Piece checksums of each view, off the loop, in one hop for the whole batch."""
-
-        def work() -> list[bytes]:
-            found = []
-            for view in views:
-                found.append(piece_checksums(view) if view is not None else b"")
-                if view is not None:
-                    view.release()
-            return found
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def _end(self, load: _Load, place: int, state: int) -> None:
         """Answer every waiter that is still there, each with a lease of its own. Idempotent."""
-        self._loads.pop((load.ns.number, load.row), None)
+        if self._loads.get((load.ns.number, load.row)) is load:
+            del self._loads[load.ns.number, load.row]
         for waiter in load.waiters:
             if not waiter.done():
                 if place != NONE:
@@ -273,4 +257,3 @@ class Loader:
         """Wait for the loads under way."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._pool.shutdown(wait=False)

@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers mutants local-torture clean
+.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture clean
 
 deps: $(STAMP)
 
@@ -60,10 +60,15 @@ bench: deps
 	$(BIN)/kvctl bench remote --json
 	$(BIN)/kvctl bench local --json
 	$(BIN)/kvctl bench lookup --json
+	$(BIN)/kvctl bench disk --json
 
 # Paired with redis-server where that is installed.
 bench-peers: deps
 	$(BIN)/python -m kvstored.bench.peers --json
+
+# Four loop devices under the kernel's block throttle: needs root, and removes all it made.
+bench-striping: deps
+	$(BIN)/python -m kvstored.bench.striping --json
 
 demo: deps
 	$(BIN)/python -m kvstored_client.engine.demo

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +33,27 @@ class Daemon:
     http: Path
 
 
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A directory for the daemon's NVMe tier, and its cap."""
+
+    directory: Path
+    cap_bytes: int
+
+
 @contextlib.contextmanager
-def daemon(directory: Path, ram_cap_bytes: int, tcp: bool = False) -> Iterator[Daemon]:
-    """A daemon with a RAM tier alone, everything of it under `directory`.
+def daemon(
+    directory: Path,
+    ram_cap_bytes: int,
+    tcp: bool = False,
+    *,
+    data_dir: Path | None = None,
+    volumes: Sequence[Volume] = (),
+    keep: Sequence[int] = (),
+) -> Iterator[Daemon]:
+    """A daemon with a RAM tier, and with an NVMe tier where there are `volumes`; everything else of
+    it under `directory`, but for its data where `data_dir` is given. It ends with this process, and
+    inherits the descriptors `keep`.
 
     Raises BenchError, with the daemon's log, when it does not become ready.
     """
@@ -43,23 +61,48 @@ def daemon(directory: Path, ram_cap_bytes: int, tcp: bool = False) -> Iterator[D
     port = _free_port() if tcp else 0
     config = directory / "kvstored.toml"
     config.write_text(
-        f'[daemon]\ndata_dir = "{directory / "data"}"\n'
+        f'[daemon]\ndata_dir = "{data_dir or directory / "data"}"\n'
         f'[listen]\nunix = "{unix}"\nhttp = "{http}"\n'
         + (f'tcp = "127.0.0.1:{port}"\ninsecure = true\n' if tcp else "")
-        + f"[ram]\ncap_bytes = {ram_cap_bytes}\n[nvme]\nenabled = false\n"
+        + f"[ram]\ncap_bytes = {ram_cap_bytes}\n"
         "[limits]\n"
-        f"max_put_bytes = {ram_cap_bytes // 2}\n"
+        f"max_put_bytes = {ram_cap_bytes // 2}\n" + _nvme(volumes)
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORED_")}
-    command = [sys.executable, "-m", "kvstored", "serve", "--config", str(config)]
+    command = tied([sys.executable, "-m", "kvstored", "serve", "--config", str(config)])
     with log.open("wb") as stderr:
-        process = subprocess.Popen(command, env=environ, stdout=stderr, stderr=stderr)
+        process = subprocess.Popen(
+            command, env=environ, stdout=stderr, stderr=stderr, pass_fds=tuple(keep)
+        )
     target = f"dns:///127.0.0.1:{port}" if tcp else f"unix://{unix}"
     try:
         _wait_until_ready(process, target, log)
         yield Daemon(target, process.pid, http)
     finally:
         _end(process)
+
+
+# PR_SET_PDEATHSIG with SIGTERM; what becomes of the parent before that is seen as well.
+_TIED = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 15)\n"
+    "if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+def tied(command: Sequence[str]) -> list[str]:
+    """The command for a child of this process's main thread that gets SIGTERM when this ends."""
+    return [sys.executable, "-c", _TIED, str(os.getpid()), *command]
+
+
+def _nvme(volumes: Sequence[Volume]) -> str:
+    if not volumes:
+        return "[nvme]\nenabled = false\n"
+    return "".join(
+        f'[[nvme.volumes]]\nname = "v{number}"\npath = "{volume.directory}"\n'
+        f"cap_bytes = {volume.cap_bytes}\n"
+        for number, volume in enumerate(volumes)
+    )
 
 
 def _free_port() -> int:

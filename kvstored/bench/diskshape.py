@@ -1,0 +1,107 @@
+"""How large `bench disk` and `bench striping` are: what fits into the memory and onto the disk."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstored.bench import payloads
+from kvstored.bench.payloads import MIB
+from kvstored.bench.processes import BenchError
+from kvstored.bench.report import MIN_ROUNDS
+from kvstored.tiers.nvme import layout
+
+WARMING = 3
+"""Puts that make the RAM tier take all the memory it will have."""
+
+MIN_PREFIXES = WARMING + MIN_ROUNDS
+"""More than twice what the RAM tier holds; and a put of each makes the rounds that must be."""
+
+MOST_DISK_BYTES = 12 << 30
+_MEMORY_COPIES = 6  # RAM tier 2.5, source, destination, the ceiling's segment, and something over
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One object size: how many chunks make a prefix, how many prefixes the volumes hold, and the
+    cap of each volume.
+    """
+
+    object_bytes: int
+    chunks: int
+    prefixes: int
+    volume_cap_bytes: int
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Of one prefix."""
+        return self.object_bytes * self.chunks
+
+    @property
+    def ram_cap_bytes(self) -> int:
+        """A RAM tier of two and a half prefixes."""
+        return self.prefix_bytes * 5 // 2
+
+
+def shape_of(object_bytes: int, wanted_chunks: int, wanted_prefixes: int, disk_bytes: int) -> Shape:
+    """As asked for, or as fits: at first fewer prefixes, then fewer chunks.
+
+    `disk_bytes`: what there is for a volume that could hold everything and the ceiling's files.
+    Raises BenchError where not even one chunk fits.
+    """
+    chunks = payloads.chunks_that_fit(wanted_chunks, _MEMORY_COPIES * object_bytes)
+    while chunks:
+        most = max(MIN_PREFIXES, wanted_prefixes)
+        for prefixes in range(most, MIN_PREFIXES - 1, -1):
+            cap_bytes = cap_for(object_bytes, chunks * prefixes)
+            # Beside the volume: the file that is read and overwritten, and one that is new.
+            if cap_bytes + 2 * chunks * object_bytes <= disk_bytes:
+                return Shape(object_bytes, chunks, prefixes, cap_bytes)
+        chunks -= 1
+    raise BenchError(
+        f"{disk_bytes >> 20} MiB of disk are too little for objects of {object_bytes >> 20} MiB; "
+        "name a larger disk by --directory, or smaller objects by --object-mib"
+    )
+
+
+def cap_for(object_bytes: int, objects: int) -> int:
+    """The least cap, near enough, of a volume with slots for so many objects of one size."""
+    cap_bytes = objects * object_bytes + 16 * MIB
+    while _slots(cap_bytes, object_bytes) < objects:
+        cap_bytes += max(MIB, cap_bytes // 256)
+    return cap_bytes
+
+
+def _slots(cap_bytes: int, object_bytes: int) -> int:
+    region_bytes = layout.default_region_bytes(cap_bytes)
+    plan = layout.make_plan(cap_bytes, region_bytes, layout.default_small_bytes(cap_bytes))
+    return plan.regions * (region_bytes // layout.slot_bytes(object_bytes))
+
+
+def disk_there_is(directory: Path) -> int:
+    """What a benchmark may use of a directory's file system. Raises BenchError."""
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        raise BenchError(f"{directory}: {error.strerror}") from error
+    if file_system(directory) in _IN_MEMORY:
+        raise BenchError(f"{directory} is in memory; name one on a device by --directory")
+    return min(MOST_DISK_BYTES, found.f_bavail * found.f_frsize // 2)
+
+
+def default_directory(temporary: Path) -> Path:
+    """The temporary directory, or /var/tmp where that is in memory."""
+    return Path("/var/tmp") if file_system(temporary) in _IN_MEMORY else temporary  # noqa: S108
+
+
+def file_system(path: Path) -> str:
+    """Type of the file system that a path is on, like "ext4"; "" if it cannot be told."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == number:
+            return rest.split()[0]
+    return ""

@@ -89,13 +89,15 @@ def _check(
     say: Say,
     report: Report,
 ) -> None:
-    say("reading small/: every object in it")
-    small = read_environment(directory, "small", volume.volume, report)
+    say("reading index/ and small/, with every object in it")
+    with ThreadPoolExecutor(2, thread_name_prefix="fsck-lmdb") as pool:
+        index, small = pool.map(
+            lambda name: read_environment(directory, name, volume.volume, report),
+            ("index", "small"),
+        )
     if small is not None:
-        found = check_small_records(small, volume, report)
-        report.count(records=len(small.rows), small_objects=len(found))
-    say("reading index/")
-    index = read_environment(directory, "index", volume.volume, report)
+        check_small_records(small, volume, report)
+        report.count(records=len(small.rows))
     try:
         data = DataFile(files, directory / "data")
     except OSError as error:

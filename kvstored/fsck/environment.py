@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,14 +77,12 @@ def _take_findings(document: dict[str, object], report: Report) -> None:
     assert isinstance(findings, list)
     assert isinstance(counts, dict)
     assert isinstance(figures, dict)
-    listed = 0
     for kind, detail, place, namespace, key in findings:
         where = f"small object {place - ondisk.SMALL_BASE}"
         known = bytes.fromhex(key) if key else None
         report.add(Finding(kind, where, detail, place, namespace, known))
-        listed += 1
     report.count(**figures)
-    unlisted = sum(counts.values()) - listed
-    if unlisted:
-        totals = {kind: counts[kind] - sum(f[0] == kind for f in findings) for kind in counts}
-        report.counts.update(totals)
+    listed = Counter(finding[0] for finding in findings)
+    for kind, number in counts.items():
+        if number > listed[kind]:
+            report.add_unlisted(kind, number - listed[kind])

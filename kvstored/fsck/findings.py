@@ -96,6 +96,11 @@ class Report:
             if len(self.findings) < MAX_LISTED:
                 self.findings.append(finding)
 
+    def add_unlisted(self, kind: str, number: int) -> None:
+        """Count findings that are not listed."""
+        with self._adding:
+            self.counts[kind] += number
+
     def count(self, **figures: int) -> None:
         """Add to figures (objects, bytes, regions, …)."""
         with self._adding:

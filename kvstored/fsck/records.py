@@ -50,7 +50,7 @@ class _Sieve:
             )
             self._report.add(finding)
         if len(found) > MAX_LISTED:
-            self._report.counts[kind] += len(found) - MAX_LISTED
+            self._report.add_unlisted(kind, len(found) - MAX_LISTED)
 
     def twins(self) -> None:
         """Of records that share a place, or an object's name, all but the youngest go."""
@@ -106,8 +106,8 @@ def check_slot_records(
     return kept[np.argsort(kept["place"], kind="stable")]
 
 
-def check_small_records(env: Environment, volume: Superblock, report: Report) -> Records:
-    """Report records of small objects that cannot be right; those that may be."""
+def check_small_records(env: Environment, volume: Superblock, report: Report) -> None:
+    """Report records of small objects that cannot be right."""
     sieve = _Sieve(env, report)
     rows = sieve.rows
     sieve.drop(~ondisk.records_whole(rows, volume.volume_id), "record_damaged", "its check differs")
@@ -121,8 +121,6 @@ def check_small_records(env: Environment, volume: Superblock, report: Report) ->
     sieve.drop(wrong, "record_astray", "a small object has no such length")
     sieve.twins()
     _check_names(sieve, env)
-    kept: Records = rows[sieve.good]
-    return kept
 
 
 def _check_names(sieve: _Sieve, env: Environment) -> None:

@@ -136,13 +136,17 @@ class Environment:
         self._allocate(map_bytes)
 
     def _allocate(self, length_bytes: int) -> None:
-        """Give the file all its blocks now, so that a full file system cannot stop a delete."""
+        """Give the file all its blocks now, so that a full file system cannot stop a delete.
+
+        Its name is made durable as well: LMDB syncs what it commits, but not the directory.
+        """
         fd = self._files.open(self.path / "data.mdb", os.O_RDWR)
         try:
             self._files.fallocate(fd, 0, length_bytes)
             self._files.fdatasync(fd)
         finally:
             self._files.close(fd)
+        self._files.sync_directory(self.path)
 
     def close(self) -> None:
         """Close the environment; no transaction may be running."""

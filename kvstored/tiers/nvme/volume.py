@@ -171,6 +171,7 @@ def _make_directory(files: Files, directory: Path) -> None:
     for path in [*reversed(directory.parents), directory]:
         if not _exists(files, path):
             files.mkdir(path)
+            files.sync_directory(path.parent)
 
 
 def _lock(files: Files, directory: Path) -> int:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tiers.conformance import MIB, make_sample, store
+from tiers.conformance import MIB, aligned_buffer, make_sample, store
 from tiers.nvme_crash_child import sample_of
 from tiers.nvme_helpers import CAP_BYTES, REGION_BYTES, examine, keys, make_tier, reopen
 from tiers.nvme_reader import read_volume
@@ -199,7 +199,8 @@ async def test_payload_that_looks_like_a_header_is_none(tmp_path: Path) -> None:
         if not isinstance(place, NoRoom):
             entry = tier._space.entry(place)
             assert entry is not None
-            tier._volume.data.write_slot(entry, place, bytes(4096), carrier.payload)
+            data = tier._volume.data
+            data.write_at(data.offset(entry, place), [aligned_buffer(4096), carrier.payload])
     tier.cancel([p for p in places if not isinstance(p, NoRoom)])
     kept = make_sample(120_000, 7)
     await store(tier, [kept])  # a region is given to smaller slots

@@ -161,13 +161,13 @@ def test_records_check_themselves() -> None:
 
 def test_a_region_changes_its_slot_size_only_when_empty() -> None:
     table = SlotTable([RegionEntry(0), RegionEntry(1)], MIB)
-    assert table.take(100_000, 0) is None
+    assert table.take(100_000, 0, 1) == []
     for number, size in ((0, 102_400), (1, 204_800)):
         assert table.spare_region() == number
         table.claim(number)
         table.dedicated(RegionEntry(number, RegionState.DEDICATED, size, 1, 1))
-        first = table.take(size, 0)
-        assert first is not None
+        first = table.take(size, 0, 1)
+        assert len(first) == 1
     assert table.spare_region() is None
     table.release(first)
     assert table.spare_region() == 1
@@ -176,14 +176,14 @@ def test_a_region_changes_its_slot_size_only_when_empty() -> None:
 def test_slots_come_from_the_fullest_region_lowest_first() -> None:
     entries = [RegionEntry(n, RegionState.DEDICATED, 102_400, 1, 1) for n in range(3)]
     table = SlotTable(entries, MIB)
-    places = [table.take(102_400, 0) for _ in range(25)]
+    places = [place for _ in range(25) for place in table.take(102_400, 0, 1)]
     assert places == [r << 32 | s for r in range(3) for s in range(10)][:25]
     for place in (0 << 32 | 3, 1 << 32 | 5, 1 << 32 | 2):
-        table.release(place)
-    again = [table.take(102_400, 0) for _ in range(8)]
+        table.release([place])
+    again = [place for _ in range(8) for place in table.take(102_400, 0, 1)]
     assert again[:5] == [2 << 32 | s for s in range(5, 10)], "the region in hand first"
     assert again[5:] == [3, 1 << 32 | 2, 1 << 32 | 5], "then the fuller one"
-    assert table.take(102_400, 0) is None
+    assert table.take(102_400, 0, 1) == []
 
 
 def test_small_numbers_are_reused_and_bounded() -> None:

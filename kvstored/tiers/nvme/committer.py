@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from kvstored.tiers.nvme.index import Entry
@@ -18,49 +18,44 @@ from kvstored.tiers.nvme.index import Entry
 _log = logging.getLogger(__name__)
 
 
-class Outcome(enum.Enum):
-    """What became of a change."""
-
-    OK = "ok"
-    FAILED = "failed"
-
-
 class Kind(enum.Enum):
     """What a change does to the index."""
 
     PUBLISH = "publish"
     REMOVE = "remove"
-    OPEN = "open"  # let the slot, and some behind it, be written
+    OPEN = "open"  # let the slots, and some behind them, be written
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Change:
-    """One change, and the future that says what became of it."""
+    """One change to some places, and the future that says whether it holds."""
 
     kind: Kind
-    place: int
+    places: Sequence[int]
     weight_bytes: int
-    done: asyncio.Future[Outcome]
-    entry: Entry | None = None
-    voided: bool = False  # REMOVE: the slot's header was overwritten, though not yet synced
+    done: asyncio.Future[bool]
+    entries: Sequence[Entry] = ()
+    voided: bool = False  # REMOVE: the slots' headers were overwritten, though not yet synced
 
 
 class Committer:
     """Owner of the queue of changes of one environment. Used on the verbs' loop.
 
-    The queue is bounded by the tier's places: each change holds one.
+    The queue is bounded by the tier's places: each change holds some.
     """
 
     def __init__(
         self,
         apply: Callable[[list[Change]], Awaitable[None]],
-        max_changes: int,
+        max_places: int,
         max_bytes: int,
         name: str,
     ) -> None:
-        """`apply` gets a batch and resolves the future of each of its changes."""
+        """`apply` gets a batch and resolves the future of each of its changes. No change may by
+        itself have more than `max_places`.
+        """
         self._apply = apply
-        self._max_changes = max_changes
+        self._max_places = max_places
         self._max_bytes = max_bytes
         self._queue: deque[Change] = deque()
         self._wake = asyncio.Event()
@@ -70,15 +65,15 @@ class Committer:
     def submit(
         self,
         kind: Kind,
-        place: int,
-        entry: Entry | None = None,
+        places: Sequence[int],
+        entries: Sequence[Entry] = (),
         *,
         weight_bytes: int = 0,
         voided: bool = False,
-    ) -> asyncio.Future[Outcome]:
+    ) -> asyncio.Future[bool]:
         """Queue a change; the future never raises."""
-        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._queue.append(Change(kind, place, weight_bytes, done, entry, voided))
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._queue.append(Change(kind, places, weight_bytes, done, entries, voided))
         self._wake.set()
         return done
 
@@ -107,16 +102,20 @@ class Committer:
             _log.exception("committing %d changes", len(batch))
         for change in batch:
             if not change.done.done():
-                change.done.set_result(Outcome.FAILED)
+                change.done.set_result(False)
 
     def _next_batch(self) -> list[Change]:
         batch = [self._queue.popleft()]
         weight = batch[0].weight_bytes
-        places = {batch[0].place}
-        while self._queue and len(batch) < self._max_changes:
-            weight += self._queue[0].weight_bytes
-            if weight > self._max_bytes or self._queue[0].place in places:
+        places = set(batch[0].places)
+        while self._queue:
+            following = self._queue[0]
+            weight += following.weight_bytes
+            count = len(places) + len(following.places)
+            if count > self._max_places or weight > self._max_bytes:
+                break
+            if not places.isdisjoint(following.places):
                 break  # within a batch the order of changes to one place would be lost
-            places.add(self._queue[0].place)
+            places.update(following.places)
             batch.append(self._queue.popleft())
         return batch

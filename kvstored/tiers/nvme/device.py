@@ -55,6 +55,10 @@ class DataFile:
         self.path = path
         self.superblock = superblock
         self._scratch = _Scratch()
+        self._counting = threading.Lock()
+        self.written_bytes = 0
+        """What went to the device since the file was opened."""
+        self.failed_syncs = 0
         self.fd, self.mode = self._open()
 
     def _open(self) -> tuple[int, str]:
@@ -100,13 +104,9 @@ class DataFile:
         self._read([self._scratch.block], self.offset(entry, place))
         return self._scratch.block
 
-    def write_slot(
-        self, entry: RegionEntry, place: int, header: bytes, payload: memoryview
-    ) -> None:
-        """Write header and padded payload in one go."""
-        block = self._scratch.block
-        block[:] = header
-        self._write([block, payload], self.offset(entry, place))
+    def write_at(self, offset_bytes: int, buffers: Sequence[memoryview]) -> None:
+        """Write aligned buffers one behind the other."""
+        self._write(buffers, offset_bytes)
 
     def write_header(self, entry: RegionEntry, place: int, header: bytes) -> None:
         """Overwrite a header alone."""
@@ -114,8 +114,15 @@ class DataFile:
         self._write([self._scratch.block], self.offset(entry, place))
 
     def sync(self) -> None:
-        """Make everything written so far survive a power loss."""
-        self.files.fdatasync(self.fd)
+        """Make everything written so far survive a power loss. What a sync that fails (they are
+        counted in `failed_syncs`) has lost, no later one tells.
+        """
+        try:
+            self.files.fdatasync(self.fd)
+        except OSError:
+            with self._counting:
+                self.failed_syncs += 1
+            raise
 
     def _read(self, buffers: Sequence[memoryview], offset: int) -> None:
         """Fill all buffers; a short read is continued, and the end of the file is an error."""
@@ -136,6 +143,8 @@ class DataFile:
                 raise OSError(errno.EIO, "short write", str(self.path))
             offset += done
             left = _behind(left, done)
+            with self._counting:
+                self.written_bytes += done
 
     # ---- region table -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -60,11 +61,11 @@ class SlotHeader:
 
 def validate(meta: ObjectMeta, writer: str = "") -> None:
     """Raise ValueError for a meta that no header can hold."""
-    names = (meta.namespace, meta.part, meta.tenant, writer)
+    joined, _ = _encoded_names(meta.namespace, meta.part, meta.tenant, writer)
     pieces = meta.piece_checksums
     if len(pieces) != 8 * piece_count(meta.length_bytes) or len(pieces) > 8 * MAX_PIECES:
         raise ValueError(f"{len(pieces)} B of piece checksums for {meta.length_bytes} B of object")
-    if sum(len(s.encode()) for s in names) > MAX_NAMES_BYTES:
+    if len(joined) > MAX_NAMES_BYTES:
         raise ValueError(f"namespace, part and tenant exceed {MAX_NAMES_BYTES} B together")
     sizes = (len(meta.family), len(meta.key), len(meta.checksum))
     if sizes != (32, 32, 16) or len(meta.parent) not in (0, 32):
@@ -75,10 +76,26 @@ def encode(
     where: Where, meta: ObjectMeta, sequence: int, written_ms: int, writer: str = ""
 ) -> bytes:
     """The 4 KiB of a live header. Raises ValueError for a meta that no header can hold."""
+    block = bytearray(HEADER_BYTES)
+    encode_into(block, where, meta, sequence, written_ms, writer)
+    return bytes(block)
+
+
+def encode_into(
+    block: bytearray | memoryview,
+    where: Where,
+    meta: ObjectMeta,
+    sequence: int,
+    written_ms: int,
+    writer: str = "",
+) -> None:
+    """`encode` into HEADER_BYTES of memory that are all zero."""
     validate(meta, writer)
-    names = [s.encode() for s in (meta.namespace, meta.part, meta.tenant, writer, "")]
+    joined, lengths = _encoded_names(meta.namespace, meta.part, meta.tenant, writer)
     pieces = meta.piece_checksums
-    fixed = _FIXED.pack(
+    _FIXED.pack_into(
+        block,
+        0,
         MAGIC,
         HEADER_VERSION,
         HeaderState.LIVE,
@@ -105,15 +122,20 @@ def encode(
         meta.checksum,
         meta.length_bytes,  # stored length; differs from the object's under a codec
         0,
-        *map(len, names),
+        *lengths,
     )
-    block = bytearray(HEADER_BYTES)
-    block[: len(fixed)] = fixed
-    joined = b"".join(names)
     block[_STRINGS_OFFSET : _STRINGS_OFFSET + len(joined)] = joined
     block[PIECES_OFFSET : PIECES_OFFSET + len(pieces)] = pieces
     _seal(block, where.volume_id)
-    return bytes(block)
+
+
+@lru_cache(maxsize=1024)
+def _encoded_names(
+    namespace: str, part: str, tenant: str, writer: str
+) -> tuple[bytes, tuple[int, ...]]:
+    """The strings of a header (that of the encryption key is empty), and their lengths."""
+    names = [name.encode() for name in (namespace, part, tenant, writer, "")]
+    return b"".join(names), tuple(map(len, names))
 
 
 def encode_void(where: Where, sequence: int) -> bytes:
@@ -125,7 +147,7 @@ def encode_void(where: Where, sequence: int) -> bytes:
     return bytes(block)
 
 
-def _seal(block: bytearray, volume_id: int) -> None:
+def _seal(block: bytearray | memoryview, volume_id: int) -> None:
     """Put the checksum of a block, taken with the field zero, into its field."""
     _CHECK.pack_into(block, _CHECK_OFFSET, xxhash.xxh3_64_intdigest(block, volume_id))
 

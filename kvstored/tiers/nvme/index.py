@@ -8,7 +8,9 @@ writes.
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,14 @@ def shelf_key(place: int) -> bytes:
 
 def _chunk_key(place: int, chunk: int) -> bytes:
     return (place & 0xFFFFFFFF).to_bytes(4, "big") + chunk.to_bytes(2, "big")
+
+
+def _blocks_written() -> int:
+    """Blocks of 512 bytes that this thread has caused to be written, pages in the cache included.
+
+    LMDB does not say what a commit writes.
+    """
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_oublock
 
 
 @dataclass(slots=True)
@@ -115,6 +125,8 @@ class Environment:
         self._volume = volume
         self._volume_id = int.from_bytes(volume[:8], "little")
         self.names = NameTable()
+        self.written_bytes = 0
+        """What commits wrote, whole pages, as the kernel accounts it to the committing thread."""
         self._writing = threading.Lock()
         if "lock.mdb" in files.listdir(path):
             files.unlink(path / "lock.mdb")
@@ -167,7 +179,11 @@ class Environment:
         `opened` maps a region to the bitmap of its slots that may be written; b"" removes it.
         """
         with self._writing:
-            self._commit(entries, removed, opened or {}, families or {})
+            before = _blocks_written()
+            try:
+                self._commit(entries, removed, opened or {}, families or {})
+            finally:
+                self.written_bytes += 512 * (_blocks_written() - before)
 
     def _commit(
         self,
@@ -258,6 +274,27 @@ class Environment:
             raise
 
     # ---- reading ------------------------------------------------------------------------------
+
+    def records_after(self, place: int, most: int) -> bytes:
+        """Records of the next places behind one (-1: the first), at most so many, back to back."""
+        start = place + 1
+        key = shelf_key(start)
+        with self._env.begin() as txn, txn.cursor(self._db[RECORDS]) as cursor:
+            found = cursor.set_range(key)
+            if (
+                found
+                and cursor.key() == key
+                and not cursor.set_range_dup(key, start.to_bytes(8, "big"))
+            ):
+                found = cursor.set_key(key) and cursor.next_nodup()
+            if not found:
+                return b""
+            return b"".join(itertools.islice(cursor.iternext(keys=False), most))
+
+    def part_names(self) -> dict[int, str]:
+        """Names of parts by number."""
+        known = list(self.names.ids["p"].items())  # at once: a commit may be adding to it
+        return {number: name.decode() for name, number in known}
 
     def read_body(self, place: int, header: memoryview, into: memoryview) -> int:
         """Copy a small object's stored header and payload out, as many bytes as fit.

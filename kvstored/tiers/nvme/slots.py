@@ -1,13 +1,15 @@
 """Which slot is used for what, in memory. Pure bookkeeping: no I/O, no waiting.
 
 A region serves one slot size while any of its slots is used, and another only once it is empty.
-Slots are handed out from the fullest region of their size, lowest first, so that a prefix lies
-together and the emptiest regions get the chance to become empty.
+What is asked for together gets adjacent slots where a region of the size has them: the region in
+hand, or else the fullest, so that the emptiest get the chance to become empty. Where none has, the
+holes of the fullest are filled before a region more is taken.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,14 @@ class PlaceState(enum.IntEnum):
     LOST = 5  # its header could not be voided; not used again in this run
 
 
+def _runs(marked: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the runs of marked slots begin, and how long each is."""
+    fenced = np.zeros(len(marked) + 2, np.int8)
+    fenced[1:-1] = marked
+    edges = np.flatnonzero(np.diff(fenced))
+    return edges[0::2], edges[1::2] - edges[0::2]
+
+
 @dataclass(slots=True)
 class Region:
     """One region with its slots.
@@ -45,6 +55,7 @@ class Region:
     opened: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     owners: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     free: int = 0
+    _longest: int = -1  # of its runs of free slots; -1: not known
 
     @property
     def slots(self) -> int:
@@ -56,6 +67,13 @@ class Region:
         """Whether no slot is used."""
         return self.free == self.slots
 
+    @property
+    def longest_run(self) -> int:
+        """Most free slots side by side."""
+        if self._longest < 0:
+            self._longest = int(_runs(self.states == PlaceState.FREE)[1].max(initial=0))
+        return self._longest
+
     def dedicate(self, entry: RegionEntry, region_bytes: int) -> None:
         """Take on a new table entry; every slot is free."""
         count = region_bytes // entry.slot_bytes if entry.slot_bytes else 0
@@ -64,6 +82,63 @@ class Region:
         self.opened = np.zeros(count, np.bool_)
         self.owners = np.full(count, NOBODY, np.uint32)
         self.free = count
+        self._longest = count
+
+    def pick(self, count: int) -> list[int]:
+        """Free slots, at most `count`: side by side where it has so many, open ones at best, in the
+        smallest run that will do; else from its longest runs.
+        """
+        free = self.states == PlaceState.FREE
+        for marked in (free & self.opened, free):
+            starts, lengths = _runs(marked)
+            enough = np.flatnonzero(lengths >= count)
+            if len(enough):
+                first = int(starts[enough[np.argmin(lengths[enough])]])
+                return list(range(first, first + count))
+        picked: list[int] = []
+        for run in np.argsort(-lengths, kind="stable").tolist():
+            first, last = int(starts[run]), int(starts[run] + lengths[run])
+            picked.extend(range(first, min(last, first + count - len(picked))))
+            if len(picked) == count:
+                break
+        return picked
+
+    def use(self, slots: Sequence[int], owner: int) -> None:
+        """Reserve free slots."""
+        self.states[slots] = PlaceState.RESERVED
+        self.owners[slots] = owner
+        self.free -= len(slots)
+        self._longest = -1
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Make used slots free."""
+        self.states[slots] = PlaceState.FREE
+        self.owners[slots] = NOBODY
+        self.free += len(slots)
+        self._longest = -1
+
+    def load(self, slots: NDArray[np.uint32], owners: NDArray[np.uint32]) -> None:
+        """Mark recovered objects live."""
+        self.states[slots] = PlaceState.LIVE
+        self.owners[slots] = owners
+        self.free -= len(slots)
+        self._longest = -1
+
+
+def by_region(places: Sequence[int]) -> list[tuple[int, slice | NDArray[np.int64], list[int]]]:
+    """Places by region: its number, the rows of its places, and their slots."""
+    if not places:
+        return []
+    first = places[0] >> 32
+    if all(place >> 32 == first for place in places):  # the usual case
+        return [(first, slice(None), [slot_of(place) for place in places])]
+    rows: dict[int, list[int]] = {}
+    for row, place in enumerate(places):
+        rows.setdefault(region_of(place), []).append(row)
+    return [
+        (number, np.array(held, np.int64), [slot_of(places[row]) for row in held])
+        for number, held in rows.items()
+    ]
 
 
 class SlotTable:
@@ -103,24 +178,40 @@ class SlotTable:
         if self._current.get(old) == number:
             del self._current[old]
 
-    def take(self, slot_bytes: int, owner: int) -> int | None:
-        """Reserve a slot in a region that already has the size; None if there is none."""
-        number = self._current.get(slot_bytes)
-        if number is None or not self.regions[number].free:
-            open_regions = [n for n in self._sizes.get(slot_bytes, ()) if self.regions[n].free]
-            if not open_regions:
-                self._current.pop(slot_bytes, None)
-                return None
-            number = min(open_regions, key=lambda n: (self.regions[n].free, n))
-            self._current[slot_bytes] = number
-        region = self.regions[number]
-        free = region.states == PlaceState.FREE
-        ready = free & region.opened
-        slot = int(np.argmax(ready)) if ready.any() else int(np.argmax(free))
-        region.states[slot] = PlaceState.RESERVED
-        region.owners[slot] = owner
-        region.free -= 1
-        return place_of(number, slot)
+    def take(self, slot_bytes: int, owner: int, count: int) -> list[int]:
+        """Reserve slots in regions that already have the size: the places, at most `count`."""
+        places: list[int] = []
+        while len(places) < count:
+            number = self._choose(slot_bytes, count - len(places))
+            if number is None:
+                break
+            region = self.regions[number]
+            slots = region.pick(count - len(places))
+            region.use(slots, owner)
+            base = place_of(number, 0)
+            places += [base | slot for slot in slots]
+        return places
+
+    def _choose(self, slot_bytes: int, count: int) -> int | None:
+        """The region of the size that so many slots are to come from; None if none has any."""
+        current = self._current.get(slot_bytes)
+        if current is not None and self.regions[current].longest_run >= count:
+            return current
+        regions = self.regions
+        fullest = sorted(
+            (regions[n].free, n) for n in self._sizes.get(slot_bytes, ()) if regions[n].free
+        )
+        if not fullest:
+            self._current.pop(slot_bytes, None)
+            return None
+        for free, number in fullest:
+            if free >= count and regions[number].longest_run >= count:
+                break
+        else:
+            in_hand = current is not None and regions[current].free
+            number = current if in_hand and current is not None else fullest[0][1]
+        self._current[slot_bytes] = number
+        return number
 
     def spare_region(self) -> int | None:
         """A region that may be given another slot size: a free one, or else an empty one."""
@@ -161,36 +252,48 @@ class SlotTable:
             return PlaceState.FREE
         return PlaceState(int(self.regions[number].states[slot]))
 
-    def set_state(self, place: int, state: PlaceState) -> None:
-        """Move a used place along; `release` makes it free."""
-        self.regions[region_of(place)].states[slot_of(place)] = state
+    def states(self, places: Sequence[int]) -> NDArray[np.uint8]:
+        """States of places that exist, in order."""
+        found = np.empty(len(places), np.uint8)
+        for number, rows, slots in by_region(places):
+            found[rows] = self.regions[number].states[slots]
+        return found
+
+    def set_states(self, places: Sequence[int], state: PlaceState) -> None:
+        """Move used places along; `release` makes them free."""
+        for number, _, slots in by_region(places):
+            self.regions[number].states[slots] = state
 
     def owner(self, place: int) -> int:
         """Namespace id that a used place is charged to."""
         return int(self.regions[region_of(place)].owners[slot_of(place)])
 
-    def charge_bytes(self, place: int) -> int:
-        """What a used place is charged."""
-        return self.regions[region_of(place)].entry.slot_bytes
+    def owners(self, places: Sequence[int]) -> NDArray[np.uint32]:
+        """Namespace ids that used places are charged to, in order."""
+        found = np.empty(len(places), np.uint32)
+        for number, rows, slots in by_region(places):
+            found[rows] = self.regions[number].owners[slots]
+        return found
+
+    def charges(self, places: Sequence[int]) -> NDArray[np.int64]:
+        """What used places are charged, in order."""
+        found = np.empty(len(places), np.int64)
+        for number, rows, _ in by_region(places):
+            found[rows] = self.regions[number].entry.slot_bytes
+        return found
 
     def entry(self, place: int) -> RegionEntry:
         """Table entry of a place's region."""
         return self.regions[region_of(place)].entry
 
-    def release(self, place: int) -> None:
-        """Make a used place free."""
-        region = self.regions[region_of(place)]
-        slot = slot_of(place)
-        region.states[slot] = PlaceState.FREE
-        region.owners[slot] = NOBODY
-        region.free += 1
+    def release(self, places: Sequence[int]) -> None:
+        """Make used places free."""
+        for number, _, slots in by_region(places):
+            self.regions[number].release(slots)
 
     def load(self, number: int, slots: NDArray[np.uint32], owners: NDArray[np.uint32]) -> None:
         """Mark recovered objects of one region live."""
-        region = self.regions[number]
-        region.states[slots] = PlaceState.LIVE
-        region.owners[slots] = owners
-        region.free -= len(slots)
+        self.regions[number].load(slots, owners)
 
 
 class SmallTable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -99,28 +100,57 @@ class Space:
 
     # ---- life of a place ----------------------------------------------------------------------
 
-    def take(self, namespace: str, length_bytes: int) -> int | NoRoom | NeedsRegion:
-        """Reserve and charge a place for an object of that length."""
+    def take(
+        self, namespace: str, lengths_bytes: Sequence[int]
+    ) -> tuple[list[int], NoRoom | NeedsRegion | None]:
+        """Reserve and charge places for objects of those lengths, in order.
+
+        Gives the places, and why there are not as many as lengths.
+        """
+        places: list[int] = []
+        for length, alike in groupby(lengths_bytes):
+            count = sum(1 for _ in alike)
+            taken, why = self._take_alike(namespace, length, count)
+            places += taken
+            if why is not None:
+                return places, why
+        return places, None
+
+    def _take_alike(
+        self, namespace: str, length_bytes: int, count: int
+    ) -> tuple[list[int], NoRoom | NeedsRegion | None]:
+        """`take` for so many objects of one length."""
         charge = layout.charge_bytes(length_bytes)
         small = length_bytes <= layout.SMALL_MAX_BYTES
         largest = self.small.capacity_bytes if small else self._region_bytes
         cap = self._namespace_cap(namespace) if self._namespace_cap else None
         if charge > largest or (cap is not None and charge > cap):
-            return NoRoom.NEVER
+            return [], NoRoom.NEVER
         owner = self.number(namespace)
-        if cap is not None and self._charged[owner] + charge > cap:
-            return NoRoom.NAMESPACE
-        place = self._take_small(charge, owner) if small else self.slots.take(charge, owner)
-        if place is None:
-            region = None if small else self.slots.spare_region()
-            return NoRoom.TIER if region is None else NeedsRegion(region, charge)
-        self._charged[owner] += charge
-        self.charged_bytes += charge
-        return place
+        allowed = count
+        if cap is not None:
+            allowed = min(count, max(0, cap - self._charged[owner]) // charge)
+        if small:
+            places = self._take_small(charge, owner, allowed)
+        else:
+            places = self.slots.take(charge, owner, allowed)
+        self._charged[owner] += charge * len(places)
+        self.charged_bytes += charge * len(places)
+        if len(places) == count:
+            return places, None
+        if len(places) == allowed:
+            return places, NoRoom.NAMESPACE
+        region = None if small else self.slots.spare_region()
+        return places, NoRoom.TIER if region is None else NeedsRegion(region, charge)
 
-    def _take_small(self, charge: int, owner: int) -> int | None:
-        number = self.small.take(charge, owner)
-        return None if number is None else small_place(number)
+    def _take_small(self, charge: int, owner: int, count: int) -> list[int]:
+        places: list[int] = []
+        while len(places) < count:
+            number = self.small.take(charge, owner)
+            if number is None:
+                break
+            places.append(small_place(number))
+        return places
 
     def state(self, place: int) -> PlaceState:
         """State of any place; FREE for one that does not exist."""
@@ -128,14 +158,21 @@ class Space:
             return self.small.state(slot_of(place))
         return self.slots.state(place)
 
-    def set_state(self, place: int, state: PlaceState) -> None:
-        """Move a used place along, counting objects; `release` makes it free."""
-        before = self.state(place)
-        self.objects += (state is PlaceState.LIVE) - (before is PlaceState.LIVE)
-        if is_small(place):
-            self.small.set_state(slot_of(place), state)
-        else:
-            self.slots.set_state(place, state)
+    def are(self, places: Sequence[int], state: PlaceState) -> bool:
+        """Whether all these places are in that state."""
+        return all(self.state(place) is state for place in places)
+
+    def set_states(self, places: Sequence[int], state: PlaceState) -> None:
+        """Move used places along, counting objects; `release` makes them free."""
+        slots = [place for place in places if not is_small(place)]
+        before = int((self.slots.states(slots) == PlaceState.LIVE).sum())
+        self.slots.set_states(slots, state)
+        if len(slots) != len(places):
+            for place in places:
+                if is_small(place):
+                    before += self.small.state(slot_of(place)) is PlaceState.LIVE
+                    self.small.set_state(slot_of(place), state)
+        self.objects += (len(places) if state is PlaceState.LIVE else 0) - before
 
     def namespace(self, place: int) -> str:
         """Namespace that a used place is charged to."""
@@ -146,15 +183,21 @@ class Space:
         """Table entry of a slot's region; None for a small object."""
         return None if is_small(place) else self.slots.entry(place)
 
-    def release(self, place: int) -> None:
-        """Make a used place free, and charge it no longer."""
-        self.objects -= self.state(place) is PlaceState.LIVE
-        if is_small(place):
-            number = slot_of(place)
-            owner, charge = self.small.owner(number), self.small.charge_bytes(number)
-            self.small.release(number)
-        else:
-            owner, charge = self.slots.owner(place), self.slots.charge_bytes(place)
-            self.slots.release(place)
-        self._charged[owner] -= charge
-        self.charged_bytes -= charge
+    def release(self, places: Sequence[int]) -> None:
+        """Make used places free, and charge them no longer."""
+        slots = [place for place in places if not is_small(place)]
+        self.objects -= int((self.slots.states(slots) == PlaceState.LIVE).sum())
+        owners, charges = self.slots.owners(slots), self.slots.charges(slots)
+        self.slots.release(slots)
+        for owner in np.unique(owners):
+            self._credit(int(owner), int(charges[owners == owner].sum()))
+        for place in places if len(slots) != len(places) else ():
+            if is_small(place):
+                number = slot_of(place)
+                self.objects -= self.small.state(number) is PlaceState.LIVE
+                self._credit(self.small.owner(number), self.small.charge_bytes(number))
+                self.small.release(number)
+
+    def _credit(self, owner: int, charge_bytes: int) -> None:
+        self._charged[owner] -= charge_bytes
+        self.charged_bytes -= charge_bytes

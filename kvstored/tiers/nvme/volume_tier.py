@@ -171,6 +171,20 @@ class VolumeTier(Tier):
         """See Tier."""
         return layout.charge_bytes(length_bytes)
 
+    @property
+    def accepted_bytes(self) -> int:
+        """Payload of the objects that were written since the start."""
+        return self._changes.accepted_bytes if self._opened else 0
+
+    @property
+    def written_bytes(self) -> int:
+        """What was written to the device since the start: payload, headers, tables and index."""
+        if not self._opened:
+            return 0
+        return (
+            self._volume.data.written_bytes + self._index.written_bytes + self._small.written_bytes
+        )
+
     def _note(self, stage: str, error: Exception | None) -> None:
         """Remember how a stage last went."""
         with self._troubles_lock:
@@ -269,39 +283,35 @@ class VolumeTier(Tier):
 
     async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
         """See Tier."""
-        answers: list[int | NoRoom] = []
+        places: list[int] = []
         if self._down:
             return [NoRoom.DOWN] * len(lengths_bytes)
         try:
             async with self._reserving:
-                for length in lengths_bytes:
-                    answer = await self._reserve_one(namespace, length)
-                    if isinstance(answer, NoRoom):
-                        return answers + [answer] * (len(lengths_bytes) - len(answers))
-                    answers.append(answer)
+                while len(places) < len(lengths_bytes):
+                    taken, why = self._space.take(namespace, lengths_bytes[len(places) :])
+                    places += taken
+                    if isinstance(why, NeedsRegion):
+                        why = None if await self._dedicate(why) else NoRoom.DOWN
+                    if why is not None:
+                        return [*places, *[why] * (len(lengths_bytes) - len(places))]
         except asyncio.CancelledError:
-            self.cancel([answer for answer in answers if isinstance(answer, int)])
+            self.cancel(places)
             raise
-        return answers
+        return list(places)
 
-    async def _reserve_one(self, namespace: str, length_bytes: int) -> int | NoRoom:
-        while True:
-            answer = self._space.take(namespace, length_bytes)
-            if not isinstance(answer, NeedsRegion):
-                return answer
-            dedication = secrets.randbits(64) | 1
-            done = await self._finish(
-                self._changes.dedicate(answer.region, answer.slot_bytes, dedication)
-            )
-            if not done:
-                return NoRoom.DOWN
+    async def _dedicate(self, needed: NeedsRegion) -> bool:
+        dedication = secrets.randbits(64) | 1
+        return await self._finish(
+            self._changes.dedicate(needed.region, needed.slot_bytes, dedication)
+        )
 
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
         for place in places:
             if self._space.state(place) is not PlaceState.RESERVED:
                 raise ValueError(f"place {place:#x} is not reserved")
-            self._space.release(place)
+        self._space.release(places)
 
     # ---- write and delete ---------------------------------------------------------------------
 
@@ -324,8 +334,7 @@ class VolumeTier(Tier):
         for place in places:
             if self._space.state(place) is not PlaceState.LIVE:
                 raise ValueError(f"place {place:#x} holds no object")
-        for place in places:
-            self._space.set_state(place, PlaceState.LEAVING)
+        self._space.set_states(places, PlaceState.LEAVING)
         left = await self._finish(self._delete(list(places)))
         if left:
             raise DeleteNotDurable(

@@ -1,4 +1,8 @@
-"""Brings objects from the persistent tier into RAM, each at most once however many ask for it."""
+"""Brings objects from the persistent tier into RAM, each at most once however many ask for it.
+
+A reader that wants no copy kept in RAM gets one in memory apart (bypass.py), unless a load of the
+same object is under way.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from kvstored.store.api import let_go
+from kvstored.store.bypass import Bypass, Copied, Copy
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
@@ -70,12 +75,14 @@ class Loader:
         self._room = room
         self._loads: dict[tuple[int, int], _Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._bypass = Bypass(tier, self._read_of, self._refuse)
 
     def busy(self, ns: Namespace, chunk: int) -> bool:
-        """Whether some object of the chunk is being loaded."""
-        if not self._loads:
-            return False
-        return any((ns.number, row) in self._loads for row in ns.index.object_rows(chunk))
+        """Whether some object of the chunk is being loaded, or read past RAM."""
+        return any(
+            (ns.number, row) in self._loads or self._bypass.reading(ns, row)
+            for row in ns.index.object_rows(chunk)
+        )
 
     def want(self, ns: Namespace, rows: list[int], until: float) -> list[asyncio.Future[Loaded]]:
         """Load objects that are on the persistent tier and not in RAM; in order, as there is room.
@@ -89,7 +96,7 @@ class Loader:
         loop = asyncio.get_running_loop()
         for row in rows:
             load = self._loads.get((ns.number, row))
-            if load is None:
+            if load is None or not load.alive:  # the row may be another object's by now
                 load = _Load(ns, row, ns.index.generation[row])
                 self._loads[ns.number, row] = load
                 fresh.append(load)
@@ -99,6 +106,22 @@ class Loader:
         if fresh:
             self._start(self._load_all(fresh, until))
         return futures
+
+    def want_copies(self, ns: Namespace, rows: list[int]) -> list[asyncio.Future[Copied] | None]:
+        """Copies of objects of the persistent tier in memory apart; see Bypass.
+
+        None where there is no room for one, or where a load is under way: `want` that one.
+        """
+        loading = [
+            (load := self._loads.get((ns.number, row))) is not None and load.alive for row in rows
+        ]
+        alone = [row for row, busy in zip(rows, loading, strict=True) if not busy]
+        futures = iter(self._bypass.want(ns, alone))
+        return [None if busy else next(futures, None) for busy in loading]
+
+    def give_back(self, copy: Copy) -> None:
+        """End the use of a copy."""
+        self._bypass.give_back(copy)
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -176,8 +199,8 @@ class Loader:
 
         try:
             for load, place in placed:
-                if load.alive and place != NONE:
-                    reads.append((load, self._read_of(load.ns, load.row, place)))
+                if place != NONE and load.alive and self._is_below(load):
+                    reads.append((load, self._read_into(load, place)))
                     into.append(place)
                 else:
                     self._end(load, NONE, pb.MISS_EVICTED)
@@ -201,7 +224,14 @@ class Loader:
                 waiter.set_result(Loaded(place, state))
         load.waiters.clear()
 
-    def _read_of(self, ns: Namespace, row: int, place: int) -> ObjectRead:
+    def _is_below(self, load: _Load) -> bool:
+        """Whether the persistent tier still has it."""
+        return load.ns.index.place[self._tier.kind][load.row] != NONE
+
+    def _read_into(self, load: _Load, place: int) -> ObjectRead:
+        return self._read_of(load.ns, load.row, self._ram.view(place, padded=True))
+
+    def _read_of(self, ns: Namespace, row: int, into: memoryview) -> ObjectRead:
         index = ns.index
         chunk = index.object_chunk[row]
         family = ns.families.by_number[index.family[chunk]]
@@ -211,7 +241,7 @@ class Loader:
             family.parts[index.object_part[row]].name,
             index.object_length[row],
             index.checksum(row),
-            self._ram.view(place, padded=True),
+            into,
         )
 
     def _settle(
@@ -219,21 +249,25 @@ class Loader:
     ) -> bool:
         """Publish what was read and answer its waiters. False: the place is not used."""
         ns, index = load.ns, load.ns.index
-        if outcome is ReadOutcome.OK:
-            if load.alive and index.place[TierKind.RAM][load.row] == NONE:
-                self._ram.publish(place, self._meta(ns, load.row, read, pieces))
-                self._residency.place_object(ns, load.row, TierKind.RAM, place)
-                self._end(load, place, 0)
-                return True
+        if outcome is not ReadOutcome.OK:
+            self._end(load, NONE, self._refuse(ns, load.row, load.generation, outcome))
+            return False
+        if not load.alive or index.place[TierKind.RAM][load.row] != NONE:
             self._end(load, NONE, pb.MISS_EVICTED)
-        elif outcome is ReadOutcome.CORRUPT:
-            self._residency.accounts.checksum_failures["nvme"] += 1
-            if load.alive:
-                self._residency.drop_object(ns, load.row, pb.MISS_CORRUPT, "corrupt")
-            self._end(load, NONE, pb.MISS_CORRUPT)
-        else:
-            self._end(load, NONE, pb.MISS_TIER_DOWN)
-        return False
+            return False
+        self._ram.publish(place, self._meta(ns, load.row, read, pieces))
+        self._residency.place_object(ns, load.row, TierKind.RAM, place)
+        self._end(load, place, 0)
+        return True
+
+    def _refuse(self, ns: Namespace, row: int, generation: int, outcome: ReadOutcome) -> int:
+        """The ChunkState of an object that could not be read; a rotten one is dropped."""
+        if outcome is not ReadOutcome.CORRUPT:
+            return pb.MISS_TIER_DOWN
+        self._residency.accounts.checksum_failures["nvme"] += 1
+        if ns.index.alive(row, generation):
+            self._residency.drop_object(ns, row, pb.MISS_CORRUPT, "corrupt")
+        return pb.MISS_CORRUPT
 
     def _meta(self, ns: Namespace, row: int, read: ObjectRead, pieces: bytes) -> ObjectMeta:
         index = ns.index
@@ -257,3 +291,4 @@ class Loader:
         """Wait for the loads under way."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+        await self._bypass.close()

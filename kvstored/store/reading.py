@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvstored.store.api import Grant, Run, let_go
+from kvstored.store.bypass import SCRATCH_BYTES, Copied, Copy
 from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import FIRST_MISS, needed_chunks
@@ -39,7 +40,8 @@ class _Item:
     length_bytes: int
     tier: TierKind = TierKind.RAM
     place: int = NONE  # leased RAM place
-    load: asyncio.Future[Loaded] | None = None
+    load: asyncio.Future[Loaded] | asyncio.Future[Copied] | None = None
+    copy: Copy | None = None  # instead of a place, for who reads past RAM
     view: memoryview | None = None
 
 
@@ -56,15 +58,18 @@ class GetStream:
         residency: Residency,
         released: Callable[[], None],
         count: CountOutcome,
+        bypass: bool = False,
     ) -> None:
         """`deadline`: time.monotonic(). `released()` is called whenever leases ended, for those
-        who wait for room; `count(stream)` once, at the end.
+        who wait for room; `count(stream)` once, at the end. `bypass`: what is not in RAM is read
+        past it, as far as there is memory for that.
         """
         self._ns = ns
         self.run = run
         self._deadline = deadline
         self._ram = ram
         self._loader = loader
+        self._bypass = bypass
         self._residency = residency
         self._released = released
         self._count = count
@@ -75,7 +80,8 @@ class GetStream:
         self._looked = 0  # leading items of the plan that were looked at, and their bytes
         self._looked_bytes = 0
         cap_bytes = ram.namespace_usage(ns.name).cap_bytes
-        self._window_bytes = min(WINDOW_BYTES, cap_bytes // 4)
+        most_bytes = SCRATCH_BYTES // 2 if bypass else WINDOW_BYTES
+        self._window_bytes = min(most_bytes, cap_bytes // 4)
         self._batch_bytes = min(BATCH_BYTES, cap_bytes // 16)
         self._granted: dict[int, _Item] = {}
         self._closed = False
@@ -179,9 +185,15 @@ class GetStream:
         ]
         if not below:
             return
+        for item in below:
+            item.tier = TierKind.NVME
+        if self._bypass:
+            copies = self._loader.want_copies(self._ns, [item.row for item in below])
+            for item, copied in zip(below, copies, strict=True):
+                item.load = copied
+            below = [item for item in below if item.load is None]
         futures = self._loader.want(self._ns, [item.row for item in below], self._deadline)
         for item, future in zip(below, futures, strict=True):
-            item.tier = TierKind.NVME
             item.load = future
 
     def _alive(self, item: _Item) -> bool:
@@ -204,9 +216,13 @@ class GetStream:
             self._give_up(item, state)
             return None
         self._granted[item.index] = item
-        checksum, pieces = self._ram.checksums(item.place)
-        with self._ram.view(item.place) as writable:
-            view = item.view = writable.toreadonly()
+        if item.copy is not None:
+            checksum, pieces = item.copy.checksum, item.copy.pieces
+            view = item.view = item.copy.view()
+        else:
+            checksum, pieces = self._ram.checksums(item.place)
+            with self._ram.view(item.place) as writable:
+                view = item.view = writable.toreadonly()
         return Grant(item.index, item.length_bytes, checksum, item.tier, view, pieces)
 
     def _lease(self, item: _Item) -> int:
@@ -215,9 +231,7 @@ class GetStream:
             if not item.load.done():
                 item.load.cancel()  # the load itself goes on and lands in RAM
                 return int(pb.MISS_DEADLINE)
-            loaded = item.load.result()
-            item.place = loaded.place
-            return loaded.state
+            return self._take(item)
         place = self._ns.index.place[TierKind.RAM][item.row] if self._alive(item) else NONE
         if place == NONE:
             return int(pb.MISS_EVICTED)
@@ -225,10 +239,35 @@ class GetStream:
         item.place = place
         return 0
 
-    def _give_up(self, item: _Item, state: int) -> None:
+    def _take(self, item: _Item) -> int:
+        """Take over what the item's load, which is done, has brought. Gives 0, or why nothing."""
+        assert item.load is not None
+        end = item.load.result()
+        if isinstance(end, Loaded):
+            item.place = end.place
+        else:
+            item.copy = end.copy
+        return end.state
+
+    def _drop(self, item: _Item) -> None:
+        """End the item's lease, or give its copy back; a load that runs goes on without us."""
+        if item.load is not None and item.place == NONE and item.copy is None:
+            if not item.load.done():
+                item.load.cancel()
+            elif not item.load.cancelled():
+                self._take(item)
+        if item.view is not None:
+            let_go(item.view)
         if item.place != NONE:
             self._ram.release(item.place)
             item.place = NONE
+        if item.copy is not None and self._loader is not None:
+            self._loader.give_back(item.copy)
+            item.copy = None
+        item.load = None
+
+    def _give_up(self, item: _Item, state: int) -> None:
+        self._drop(item)
         self._miss(item, state)
 
     def _miss(self, item: _Item, state: int) -> None:
@@ -237,26 +276,27 @@ class GetStream:
 
     def delivered(self, grants: Sequence[Grant]) -> None:
         """The transport took these grants' bytes in full: they count, and their leases end."""
-        for place in self.kept(grants):
-            self._ram.release(place)
+        for item in self._delivered(grants):
+            self._drop(item)
         self._released()
 
     def kept(self, grants: Sequence[Grant]) -> list[int]:
         """These grants count as delivered; their views end, their leases are the caller's. Gives
-        the leased places.
+        the leased places. Not for a stream that reads past RAM.
         """
+        return [item.place for item in self._delivered(grants)]
+
+    def _delivered(self, grants: Sequence[Grant]) -> list[_Item]:
         self._ended = time.monotonic()
-        places: list[int] = []
-        for grant in grants:
-            item = self._granted.pop(grant.index)
+        items = [self._granted.pop(grant.index) for grant in grants]
+        for grant, item in zip(grants, items, strict=True):
             let_go(grant.view)
-            places.append(item.place)
             i = item.chunk
             self._undelivered[i] -= 1
             self.chunk_bytes[i] = self.chunk_bytes.get(i, 0) + item.length_bytes
             if self._states[i] < FIRST_MISS:
                 self._states[i] = max(self._states[i], int(item.tier))
-        return places
+        return items
 
     def decline(self, grants: Sequence[Grant]) -> None:
         """The caller has no room for these, nor for what would come after: nothing does."""
@@ -265,10 +305,6 @@ class GetStream:
             let_go(grant.view)
             self._give_up(item, int(pb.MISS_DECLINED))
         for item in self._plan:
-            if item.load is not None and not item.load.done():
-                item.load.cancel()  # the load itself goes on and lands in RAM
-            elif item.load is not None and not item.load.cancelled():
-                item.place = item.load.result().place
             self._give_up(item, int(pb.MISS_DECLINED))
         self._plan.clear()
         self._released()
@@ -309,16 +345,7 @@ class GetStream:
             return
         self._closed = True
         for item in (*self._plan, *self._granted.values()):
-            if item.load is not None and item.place == NONE:
-                if not item.load.done():
-                    item.load.cancel()
-                elif not item.load.cancelled():
-                    item.place = item.load.result().place
-            if item.view is not None:
-                let_go(item.view)
-            if item.place != NONE:
-                self._ram.release(item.place)
-                item.place = NONE
+            self._drop(item)
         self._plan.clear()
         self._granted.clear()
         self._released()

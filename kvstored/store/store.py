@@ -258,9 +258,8 @@ class Store:
     def open_get(self, run: Run, deadline: float, bypass_ram: bool = False) -> GetStream:
         """A stream of the run's objects. The caller must `close` it, whatever happens.
 
-        `bypass_ram` is advice; this form always reads through RAM.
+        `bypass_ram`: keep no copy in RAM of what is not there, as far as that can be had.
         """
-        del bypass_ram
         return GetStream(
             self.namespace(run.namespace),
             run,
@@ -270,6 +269,7 @@ class Store:
             self.residency,
             self._trash.freed.notify,
             self._count_get,
+            bypass_ram,
         )
 
     def _count_get(self, stream: GetStream) -> None:

@@ -115,7 +115,7 @@ async def test_a_read_that_breaks_keeps_no_room(
         run = c.run(tokens(3))
         files_read = store.tiers[2].read
 
-        async def broken(items: object) -> list[ReadOutcome]:
+        async def broken(items: object, arrived: object = None) -> list[ReadOutcome]:
             raise RuntimeError("a bug in the tier")
 
         monkeypatch.setattr(store.tiers[2], "read", broken)

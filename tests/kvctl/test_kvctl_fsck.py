@@ -259,7 +259,7 @@ def test_records(volume: Path) -> None:
         key, row = index.remove(600_001)
         index.put(key, index.sealed(row, 112, struct.pack("<I", 100)))
         key, row = index.of_length(MIB)
-        older = index.sealed(row, 8, struct.pack("<Q", 0))
+        older = index.sealed(row[:8] + bytes(8) + row[16:], 32, b"\7" * 32)  # and of another key
         index.put(key, older)
         key, row = index.remove(MIB + 1)
         index.put(key, index.sealed(row, 128, struct.pack("<I", 99)))  # the part
@@ -283,6 +283,11 @@ def test_records(volume: Path) -> None:
         *(("unindexed_header", place(slots[n])) for n in (600_000, 600_001)),
     }
     assert report.figures["objects_good"] == len(SMALL) + 3, "600,002, 1 MiB and the nameless"
+    assert {f.detail for f in report.findings if f.kind == "record_astray"} == {
+        "its region does not exist",
+        "its region was dedicated anew",
+        "its length does not belong to the slots of its region",
+    }
 
 
 def test_two_records_for_one_object(volume: Path) -> None:
@@ -332,13 +337,15 @@ def test_small_objects(volume: Path) -> None:
     assert report.figures["objects_good"] == len(LARGE) + 1
 
 
-def test_small_record_that_says_another_key(volume: Path) -> None:
+def test_records_that_say_something_else_than_headers(volume: Path) -> None:
+    fields = {"sequence": 8, "end_token": 16, "expires_ms": 24, "key": 32, "depth": 116}
     with changing(volume, "small") as small:
-        key, row = small.remove(5 * KIB)
-        small.put(key, small.sealed(row, 32, b"\7" * 32))
+        for length, at in zip(SMALL, fields.values(), strict=True):
+            key, row = small.remove(length)
+            small.put(key, small.sealed(row, at, b"\7\7\7"))
     report = check(volume)
-    assert kinds(report) == {"header_disagrees": 1}
-    assert detail(report, "header_disagrees") == "they differ in key"
+    assert kinds(report) == {"header_disagrees": len(fields)}
+    assert {f.detail for f in report.findings} == {f"they differ in {name}" for name in fields}
 
 
 def test_superblock_and_region_table(volume: Path) -> None:
@@ -355,8 +362,8 @@ def test_superblock_and_region_table(volume: Path) -> None:
     flip(data, first + 64 * regions[0] + 9)
     for table in (first, second):
         flip(data, table + 64 * regions[1] + 9)
-    ahead = replace(entries[2], sequence=1000)
-    overwrite(data, second + 64 * ahead.region, ahead.encode(superblock.volume_id))
+    old = replace(entries[2], slot_bytes=8192, dedication=5, sequence=0)
+    overwrite(data, first + 64 * old.region, old.encode(superblock.volume_id))
     newer = replace(entries[3], sequence=1001)
     overwrite(data, first + 64 * newer.region, newer.encode(superblock.volume_id))
     report = check(volume)

@@ -7,6 +7,7 @@ waiting for the device happens in `nvme-*` threads.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 import threading
@@ -34,6 +35,7 @@ from kvstored.tiers.base import (
 from kvstored.tiers.nvme import header, layout
 from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
+from kvstored.tiers.nvme.contents import Listed, list_after
 from kvstored.tiers.nvme.device import DataFile
 from kvstored.tiers.nvme.format import is_small
 from kvstored.tiers.nvme.reads import Job, ReadRate, Reads
@@ -402,6 +404,29 @@ class VolumeTier(Tier):
             settle(i, ReadOutcome.DOWN if self._down else ReadOutcome.CORRUPT, b"")
         await self._reads.read(jobs, settle_read)
         return outcomes
+
+    # ---- for scrubs ---------------------------------------------------------------------------
+
+    async def list_after(self, place: int, most: int) -> list[Listed]:
+        """The next objects behind a place, as the index has them; see contents.list_after.
+
+        Raises lmdb.Error or OSError, also when the volume is closed.
+        """
+        if self._down:
+            raise OSError(errno.ESHUTDOWN, "the volume is closed", str(self._settings.directory))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._syncs, list_after, self._index, self._small, place, most
+        )
+
+    def is_live(self, place: int) -> bool:
+        """Whether a place holds an object that can be read."""
+        return not self._down and self._space.state(place) is PlaceState.LIVE
+
+    @property
+    def region_count(self) -> int:
+        """Regions that exist, used or not."""
+        return self._volume.regions if self._opened else 0
 
     def give_up_reads(self) -> None:
         """Answer DOWN for all that waits for its turn; what the device has is waited for."""

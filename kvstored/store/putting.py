@@ -42,6 +42,7 @@ class _Open:
     ns: Namespace
     offer: PutOffer
     places: dict[int, int]
+    claimed_bytes: int = 0  # of the bound on dirty bytes
 
 
 class Putter:
@@ -82,9 +83,9 @@ class Putter:
             states[index] = pb.REFUSED_TOO_LARGE if alone else pb.REFUSED_CAP
             self._remember_refusal(ns, offer.run.keys[index // len(offer.run.parts)])
         wanted, lengths = wanted[:fitting], lengths[:fitting]
-        places = await self._reserve(ns, offer, lengths) if wanted else []
-        self._next_ticket += 1
         opened = _Open(ns, offer, {})
+        places = await self._reserve(opened, lengths) if wanted else []
+        self._next_ticket += 1
         objects = []
         for index, place in zip(wanted, places, strict=True):
             if isinstance(place, NoRoom):
@@ -138,20 +139,36 @@ class Putter:
             self._accounts.conflicts[ns.name] += 1
         return int(pb.EXISTED)
 
-    async def _reserve(
-        self, ns: Namespace, offer: PutOffer, lengths: list[int]
-    ) -> list[int | NoRoom]:
+    async def _reserve(self, opened: _Open, lengths: list[int]) -> list[int | NoRoom]:
+        """Room in RAM, within the bound on dirty bytes; what is had of that is claimed."""
+        offer = opened.offer
         until = offer.deadline if offer.wait else None
         if not await self._dirty_room(sum(map(padded_bytes, lengths)), until):
             return [NoRoom.TIER] * len(lengths)
-        return await self._room.reserve(TierKind.RAM, ns, lengths, until)
+        self._claim(opened, sum(map(padded_bytes, lengths)))
+        places: list[int | NoRoom] = []
+        try:
+            places = await self._room.reserve(TierKind.RAM, opened.ns, lengths, until)
+        finally:
+            had = zip(lengths, places, strict=False)
+            got = sum(padded_bytes(n) for n, place in had if not isinstance(place, NoRoom))
+            self._claim(opened, got)
+        return places
+
+    def _claim(self, opened: _Open, nbytes: int) -> None:
+        """Set what a put has claimed of the bound on dirty bytes."""
+        if self._writer is not None and nbytes != opened.claimed_bytes:
+            self._writer.claim(nbytes - opened.claimed_bytes)
+            opened.claimed_bytes = nbytes
 
     async def _dirty_room(self, nbytes: int, until: float | None) -> bool:
         """Whether the persistent tier's backlog leaves room for so many more dirty bytes."""
         writer = self._writer
         if writer is None:
             return True
-        while writer.dirty_bytes and writer.dirty_bytes + nbytes > self._max_dirty_bytes:
+        while (
+            held := writer.dirty_bytes + writer.claimed_bytes
+        ) and held + nbytes > self._max_dirty_bytes:
             left = until - time.monotonic() if until is not None else 0.0
             if left <= 0:
                 return False
@@ -186,6 +203,7 @@ class Putter:
             for wanted in ticket.wanted:
                 let_go(wanted.view)
             self._ram.cancel(list(opened.places.values()))
+            self._claim(opened, 0)  # what was published is dirty now
         for index in opened.places:
             if states[index] == pb.WANTED:
                 states[index] = pb.REFUSED_DEADLINE
@@ -361,6 +379,7 @@ class Putter:
         if opened is not None:
             self._ram.cancel(list(opened.places.values()))
             opened.places.clear()
+            self._claim(opened, 0)
             self._trash.freed.notify()
 
 

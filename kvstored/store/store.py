@@ -142,6 +142,7 @@ class Store:
         until = time.monotonic() + deadline_s
         lost = (0, 0)
         if self.writer is not None:
+            self.writer.try_again()
             waiting = self.writer.in_flight()
             if waiting:
                 await asyncio.wait(waiting, timeout=max(0.0, until - time.monotonic()))

@@ -1,16 +1,19 @@
 """Writes published objects behind to the persistent tier: batched, bounded, in order of arrival.
 
 An object is *dirty* from its publication until its write has come back, whatever the outcome. While
-it is dirty its RAM copy stays (see `busy`). A failed write leaves it in RAM only and is counted.
+it is dirty its RAM copy stays (see `busy`). A failed write leaves it in RAM only and is counted;
+a clean stop tries it once more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 from kvstored.store.api import let_go
+from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
 from kvstored.store.room import Room
@@ -20,13 +23,18 @@ from kvstored.tiers.base import (
     ObjectMeta,
     ObjectWrite,
     Tier,
+    TierKind,
     WriteOutcome,
     padded_bytes,
 )
 from kvstored.tiers.ram.tier import RamTier
 
+_log = logging.getLogger("kvstored.store")
+
 BATCH_BYTES = 64 << 20
 BATCH_OBJECTS = 1024
+BATCHES_AT_ONCE = 2
+"""While one is being synced and committed, another keeps the device busy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,9 +72,13 @@ class Writer:
         self._trash = trash
         self._queue: deque[Dirty] = deque()
         self._dirty: dict[tuple[int, int], Dirty] = {}  # (namespace number, object row)
-        self._writing: list[Dirty] = []  # the batch under way
+        self._writing: dict[asyncio.Task[None], list[Dirty]] = {}  # the batches under way
+        self._placing: list[Dirty] = []  # the batch that is getting its places
         self._work = asyncio.Event()
+        self._left: dict[tuple[int, int], Dirty] = {}  # failed; in RAM only, as far as known
         self.dirty_bytes = 0
+        self.claimed_bytes = 0
+        """Of puts that are under way; they become dirty when they are published."""
         self.not_written: dict[str, int] = {}  # reason -> objects that stayed in RAM only
 
     def submit(
@@ -82,6 +94,12 @@ class Writer:
         self._work.set()
         return future
 
+    def claim(self, nbytes: int) -> None:
+        """Count bytes that a put will make dirty, or, negative, that it will not (any more)."""
+        self.claimed_bytes += nbytes
+        if nbytes < 0:
+            self._trash.freed.notify()
+
     def pending(self, ns: Namespace, row: int) -> asyncio.Future[bool] | None:
         """The future of an object that is dirty now, or None."""
         dirty = self._dirty.get((ns.number, row))
@@ -91,9 +109,12 @@ class Writer:
         """Whether some object of the chunk is dirty."""
         return any((ns.number, row) in self._dirty for row in ns.index.object_rows(chunk))
 
+    def _under_way(self) -> list[Dirty]:
+        return [*self._placing, *(d for batch in self._writing.values() for d in batch)]
+
     def in_flight(self) -> list[asyncio.Future[bool]]:
         """Futures of everything queued or being written, for whoever must see the end of it."""
-        return [dirty.durable for dirty in (*self._queue, *self._writing)]
+        return [dirty.durable for dirty in (*self._queue, *self._under_way())]
 
     def dying(self, ns: Namespace) -> list[asyncio.Future[bool]]:
         """Futures of the writes under way whose objects have left the index, whoever dropped them.
@@ -101,15 +122,53 @@ class Writer:
         A delete holds only when these have ended and their places are flushed from the trash. What
         is merely queued will not be written once its object is gone.
         """
-        return [d.durable for d in self._writing if d.ns is ns and not d.alive]
+        return [d.durable for d in self._under_way() if d.ns is ns and not d.alive]
 
     async def run(self) -> None:
-        """Write what comes, for ever; a supervised task."""
+        """Write what comes, for ever; a supervised task.
+
+        Batches that are under way when it ends come to their end by themselves.
+        """
         while True:
             while self._queue:
-                await self._write(self._next_batch())
+                while len(self._writing) >= BATCHES_AT_ONCE:
+                    await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
+                await self._start(self._next_batch())
             self._work.clear()
             await self._work.wait()
+
+    async def _start(self, batch: list[Dirty]) -> None:
+        """Find places for a batch, and have it written."""
+        if not batch:
+            return
+        self._placing = batch
+        places: list[int | NoRoom] = []
+        try:
+            lengths = [dirty.meta.length_bytes for dirty in batch]
+            places = await self._room.reserve(self._tier.kind, batch[0].ns, lengths)
+        finally:  # also when this task dies: nobody may wait for ever
+            self._placing = []
+            if not places:
+                for dirty in batch:
+                    self._finish(dirty, False)
+        items = []
+        for dirty, place in zip(batch, places, strict=True):
+            if isinstance(place, NoRoom):
+                self._fail(dirty, "no_room")
+            else:
+                view = self._ram.view(dirty.ram_place, padded=True)
+                items.append((dirty, ObjectWrite(place, dirty.meta, view)))
+        if items:
+            task = asyncio.create_task(self._write(items), name="store-writer-batch")
+            self._writing[task] = [dirty for dirty, _ in items]
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        for dirty in self._writing.pop(task):
+            self._finish(dirty, False)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._count("failed")
+            _log.error("writing a batch behind", exc_info=error)
 
     def _next_batch(self) -> list[Dirty]:
         batch: list[Dirty] = []
@@ -125,44 +184,30 @@ class Writer:
             nbytes += dirty.nbytes
         return batch
 
-    async def _write(self, batch: list[Dirty]) -> None:
-        if not batch:
-            return
-        self._writing = batch
-        items: list[tuple[Dirty, ObjectWrite]] = []
+    async def _write(self, items: list[tuple[Dirty, ObjectWrite]]) -> None:
         try:
-            lengths = [dirty.meta.length_bytes for dirty in batch]
-            places = await self._room.reserve(self._tier.kind, batch[0].ns, lengths)
-            items = [
-                (
-                    dirty,
-                    ObjectWrite(place, dirty.meta, self._ram.view(dirty.ram_place, padded=True)),
-                )
-                for dirty, place in zip(batch, places, strict=True)
-                if not isinstance(place, NoRoom)
-            ]
-            for place in places:
-                if isinstance(place, NoRoom):
-                    self._count("no_room")
-            outcomes = await self._tier.write([item for _, item in items]) if items else []
+            outcomes = await self._tier.write([item for _, item in items])
             for (dirty, item), outcome in zip(items, outcomes, strict=True):
                 self._settle(dirty, item.place, outcome)
-        finally:  # also when this task dies: nobody may wait for ever
-            self._writing = []
+        finally:
             for _, item in items:
                 let_go(item.payload)
-            for dirty in batch:
-                self._finish(dirty, False)
 
     def _settle(self, dirty: Dirty, place: int, outcome: WriteOutcome) -> None:
         if outcome is not WriteOutcome.OK:
-            self._count(outcome.value)
-            return
-        if not dirty.alive:  # deleted meanwhile: the delete waits for us, then flushes the trash
+            self._fail(dirty, outcome.value)
+        elif not dirty.alive:  # deleted meanwhile: the delete waits for us, then flushes the trash
             self._trash.discard(self._tier.kind, [place])
-            return
-        self._residency.place_object(dirty.ns, dirty.row, self._tier.kind, place)
-        self._finish(dirty, True)
+            self._finish(dirty, False)
+        else:
+            self._residency.place_object(dirty.ns, dirty.row, self._tier.kind, place)
+            self._finish(dirty, True)
+
+    def _fail(self, dirty: Dirty, reason: str) -> None:
+        self._count(reason)
+        if not dirty.durable.done() and dirty.alive:
+            self._left[dirty.ns.number, dirty.row] = dirty
+        self._finish(dirty, False)
 
     def _count(self, reason: str) -> None:
         self.not_written[reason] = self.not_written.get(reason, 0) + 1
@@ -178,11 +223,28 @@ class Writer:
         self._ram.release(dirty.ram_place)
         self._trash.freed.notify()  # its RAM copy may be evicted now
 
+    def try_again(self) -> None:
+        """Queue once more what is in RAM only because its write failed. For a clean stop."""
+        for dirty in self._still_left():
+            place = dirty.ns.index.place[TierKind.RAM][dirty.row]
+            if place != NONE:
+                self.submit(dirty.ns, dirty.row, dirty.meta, place)
+        self._left.clear()
+
+    def _still_left(self) -> list[Dirty]:
+        """What failed and is not durable for all that is known."""
+        kind = self._tier.kind
+        return [d for d in self._left.values() if d.alive and d.ns.index.place[kind][d.row] == NONE]
+
     def fail_all(self) -> tuple[int, int]:
-        """End every waiting write as not durable. Gives the objects and bytes given up."""
-        left = [*self._queue, *self._writing]
-        lost = [dirty for dirty in left if dirty.alive and not dirty.durable.done()]
+        """End every waiting write as not durable. Gives the objects and bytes that are lost with
+        RAM: these, and those whose writes have failed.
+        """
+        waiting = [*self._queue, *self._under_way()]
+        lost = [dirty for dirty in waiting if dirty.alive and not dirty.durable.done()]
+        lost += self._still_left()
         self._queue.clear()
-        for dirty in left:
+        self._left.clear()
+        for dirty in waiting:
             self._finish(dirty, False)
         return len(lost), sum(dirty.meta.length_bytes for dirty in lost)

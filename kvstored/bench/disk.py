@@ -77,10 +77,9 @@ def run(settings: Settings, say: Say) -> list[Case]:
 def _measure(settings: Settings, shape: Shape, places: Sequence[Path], say: Say) -> list[Case]:
     """One object size: a daemon with new volumes, and everything removed again."""
     with contextlib.ExitStack() as stack:
-        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-")))
+        sockets = Path(tempfile.mkdtemp(prefix="kvbench-"))
         work = [Path(tempfile.mkdtemp(prefix="kvbench-", dir=place)) for place in places]
-        keep = stack.enter_context(removed(work))
-        # The last to go: whatever fails from here on, nothing is left.
+        keep = stack.enter_context(removed([sockets, *work]))
         volumes = [Volume(place / "data" / "nvme", shape.volume_cap_bytes) for place in work]
         say(f"starting a daemon with {len(volumes)} x {shape.volume_cap_bytes >> 20} MiB")
         own = processes.daemon(

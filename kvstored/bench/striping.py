@@ -54,7 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, metavar="DIR", help="what the disks are made of")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="at least 5 (7)")
     parser.add_argument("--chunks", type=int, default=64, metavar="N", help="of the prefix (64)")
-    parser.add_argument("--object-mib", default="1,4", metavar="N,N", help="of objects (1,4)")
+    parser.add_argument("--object-mib", default="4", metavar="N,N", help="of objects (4)")
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)  # the cgroup's version
     return parser.parse_args()
 

@@ -339,12 +339,13 @@ async def test_new_demand_takes_the_place_of_the_old(tmp_path: Path) -> None:
 
 
 async def test_close_ends_a_slow_pass(tmp_path: Path) -> None:
-    await make_volume(tmp_path)
+    volume = await make_volume(tmp_path)
     watched, scrubber = await background(tmp_path, 0, NO_BACKGROUND)
     slow = scrubber.demand(1)
     await watched.read_so_many.wait()
     await scrubber.close()
     assert (await slow).last_end is PassEnd.CUT_SHORT
+    assert len(watched.asked) < len(volume), "at once, not when it has read everything"
     assert (await scrubber.demand()).last_end is PassEnd.CUT_SHORT, "none after the end"
     await watched.tier.close()
 

@@ -299,13 +299,9 @@ class Scrubber:
         """Whether an object that read badly still does, and is still the one that is there.
 
         It may have been deleted since it was listed, and its place given to another. A sequence
-        belongs to one object: where the record is the same before and after the read, and the place
-        could be read in between, what was read was meant to be that object.
+        belongs to one object: where the record is still the same after the read, and the place can
+        be read, it was that object all the time.
         """
-        if await self._volume.list_after(one.place - 1, 1) != [one]:
-            return False
-        if not self._volume.is_live(one.place):
-            return False
         if await self._volume.read(self._wanted([one])) != [ReadOutcome.CORRUPT]:
             return False
         again = await self._volume.list_after(one.place - 1, 1)

@@ -343,6 +343,10 @@ async def test_close_ends_a_slow_pass(tmp_path: Path) -> None:
     watched, scrubber = await background(tmp_path, 0, NO_BACKGROUND)
     slow = scrubber.demand(1)
     await watched.read_so_many.wait()
+    first = list(watched.asked)
+    for _ in range(50):  # time enough to read the rest, at another rate
+        await watched.tier.list_after(-1, 100)
+    assert watched.asked == first
     await scrubber.close()
     assert (await slow).last_end is PassEnd.CUT_SHORT
     assert len(watched.asked) < len(volume), "at once, not when it has read everything"

@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "accounts counted from zero after a restart",
         "kvstored/store/recovery.py",
-        "    residency.place_object(ns, row, tier, place)\n",
-        "    index.set_place(row, tier, place)\n",
+        "residency.place_many(one.ns, one.objects, tier, places)",
+        "one.ns.index.place_many(one.objects, tier, places)",
         ("tests/store/test_store_nvme.py",),
     ),
     Mutant(

@@ -11,6 +11,7 @@ import mmap
 from array import array
 
 import numpy as np
+from numpy.typing import NDArray
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MIN_STEP_ROWS = 1024
@@ -82,12 +83,12 @@ class Table:
         """Whether the next `new` needs `grow` before."""
         return self._free < 0 and self.rows == self.capacity
 
-    def grow(self) -> None:
-        """Make room for more rows; every column is another object afterwards.
+    def grow(self, count: int = 1) -> None:
+        """Make room for at least so many more rows; every column is another object afterwards.
 
         Raises BufferError, with nothing lost, while somebody holds an array over a column.
         """
-        capacity = next_capacity(self.capacity)
+        capacity = max(next_capacity(self.capacity), self.used + count)
         for column in self._columns.values():
             column.grow(capacity)
         self.capacity = capacity
@@ -108,21 +109,26 @@ class Table:
                 self._columns[name].view[row] = default
         return row
 
-    def new_many(self, count: int) -> list[int]:
-        """Rows with every column at its default. There must be room: see `has_room`."""
-        rows: list[int] = []
+    def new_many(self, count: int) -> NDArray[np.int32]:
+        """Rows with every column at its default; shape [count]. There must be room: see `has_room`.
+
+        New rows come behind those that are used again, in order.
+        """
+        again: list[int] = []
         links = self._columns[self._link].view
-        while self._free >= 0 and len(rows) < count:
-            rows.append(self._free)
+        while self._free >= 0 and len(again) < count:
+            again.append(self._free)
             self._free = links[self._free]
-        reused = len(rows)
-        rows.extend(range(self.rows, self.rows + count - reused))
-        self.rows += count - reused
+        fresh = count - len(again)
+        rows = np.arange(self.rows - len(again), self.rows + fresh, dtype=np.int32)
+        rows[: len(again)] = again
+        self.rows += fresh
         self.used += count
-        chosen = np.array(rows, np.int64)
         for name, default in self._defaults.items():
-            if default or reused:
-                np.asarray(self._columns[name].view)[chosen] = default
+            if default:
+                np.asarray(self._columns[name].view)[self.rows - fresh : self.rows] = default
+            if again:
+                np.asarray(self._columns[name].view)[rows[: len(again)]] = default
         return rows
 
     def has_room(self, count: int) -> bool:

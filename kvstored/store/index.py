@@ -31,11 +31,15 @@ PART_SHIFT = 32
 TIERS_SHIFT = 48
 ONE_OBJECT = 1 << 56
 EXPIRES = 1 << 57
-_OBJECT_BITS = ONE_OBJECT | (1 << TIERS_SHIFT) - 1
+OBJECT_BITS = ONE_OBJECT | (1 << TIERS_SHIFT) - 1
 _FREE = 0xFFFF_FFFF  # family of a row that is no chunk
 
 
 def _ignore(chunk: int) -> None:
+    """Nobody asks."""
+
+
+def _ignore_all(chunks: NDArray[np.int32]) -> None:
     """Nobody asks."""
 
 
@@ -113,6 +117,9 @@ class ChunkIndex:
         self.place: dict[TierKind, memoryview[int]] = {}
         # Told of a resident chunk that has no resident child (any more): by tier, set by its LRU.
         self.on_leaf: dict[TierKind, Callable[[int], None]] = dict.fromkeys(TIERS, _ignore)
+        # The same of many, for `bulk`.
+        self.on_leaves: dict[TierKind, Callable[[NDArray[np.int32]], None]]
+        self.on_leaves = dict.fromkeys(TIERS, _ignore_all)
         self._bind_chunks()
         self._bind_objects()
 
@@ -210,18 +217,17 @@ class ChunkIndex:
         No key of it may be held, and none occur twice.
         """
         count = len(chain.lengths)
-        while not self._chunks.has_room(count):
+        if not self._chunks.has_room(count):
             try:
-                self._chunks.grow()
+                self._chunks.grow(count)
             finally:
                 self._bind_chunks()
-        while not self._objects.has_room(count):
+        if not self._objects.has_room(count):
             try:
-                self._objects.grow()
+                self._objects.grow(count)
             finally:
                 self._bind_objects()
-        chunks = np.array(self._chunks.new_many(count), np.int32)
-        objects = np.array(self._objects.new_many(count), np.int32)
+        chunks, objects = self._chunks.new_many(count), self._objects.new_many(count)
         self._keys.add_many(chain.packed, chunks)
         self._fill_chunks(chain, chunks, objects)
         self._fill_objects(chain, chunks, objects)
@@ -285,8 +291,8 @@ class ChunkIndex:
         brief = self.brief[chunk]
         self.brief[chunk] = brief | EXPIRES if expires_ms else brief & ~EXPIRES
 
-    def set_expiries(self, chunks: NDArray[np.int32], expires_ms: int) -> None:
-        """`set_expiry` for many; not 0. Shape [chunks]."""
+    def set_expiries(self, chunks: NDArray[np.int32], expires_ms: int | NDArray[np.uint64]) -> None:
+        """`set_expiry` for many, to one time or each to its own; not 0. Shape [chunks]."""
         np.asarray(self.expires_ms)[chunks] = expires_ms
         np.asarray(self.brief)[chunks] |= np.uint64(EXPIRES)
 
@@ -430,7 +436,7 @@ class ChunkIndex:
 
     def _note_objects(self, chunk: int) -> None:
         """Bring `brief` up to date after an object came or went."""
-        brief = self.brief[chunk] & ~_OBJECT_BITS
+        brief = self.brief[chunk] & ~OBJECT_BITS
         row = self.first_object[chunk]
         if row != NONE and self.object_next[row] == NONE:
             brief |= ONE_OBJECT | self.object_part[row] << PART_SHIFT | self.object_length[row]

@@ -34,7 +34,11 @@ _MIN_LOAD = 0.20  # of slots live, below which memory is given back
 _MIN_BUCKETS = 64  # one page
 _MOVE_BUCKETS = 128  # of the old table per change: 0.1 ms
 _BATCH = 64  # keys that are added together
+_FILL = 1 << 15  # keys that are entered together where there are very many
 _FEW = 8  # keys that are searched faster one by one
+
+Packed = bytes | memoryview
+"""Whole keys, back to back."""
 
 _KEY = np.dtype(f"V{KEY_BYTES}")
 _unpack_words = struct.Struct("<8I").unpack
@@ -146,6 +150,29 @@ class Buckets:
         for tag, row in zip(tags[~fits].tolist(), rows[~fits].tolist(), strict=True):
             self.insert(tag, row)
 
+    def fill(self, tags: NDArray[np.uint32], rows: NDArray[np.uint32]) -> None:
+        """`insert_many` for very many, by ascending tag, into buckets that are all empty. Nothing
+        is sorted, and memory is gone through once.
+        """
+        passed_on: list[tuple[int, int]] = []
+        for first in range(0, len(tags), _FILL):
+            some, bucket = tags[first : first + _FILL], self._bucket_of(tags[first : first + _FILL])
+            begins = np.flatnonzero(np.diff(bucket, prepend=-1))
+            rank = np.arange(len(bucket)) - np.repeat(begins, np.diff(begins, append=len(bucket)))
+            if first:  # the first bucket of this slice may have got some of the last
+                rank[: len(rank) if len(begins) < 2 else begins[1]] += int(
+                    (self.grid[bucket[0], :_SLOTS] != _EMPTY).sum()
+                )
+            fits = rank < _SLOTS
+            at = 2 * _SLOTS * bucket[fits] + rank[fits]
+            self.words[at] = some[fits]
+            self.words[at + _SLOTS] = rows[first : first + _FILL][fits]
+            self.used += len(at)
+            late = np.flatnonzero(~fits) + first
+            passed_on += zip(tags[late].tolist(), rows[late].tolist(), strict=True)
+        for tag, row in passed_on:  # last, so that they take no slot of a bucket's own
+            self.insert(tag, row)
+
     def take(self, begin: int, stop: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """Tags and rows in a range of buckets, which are gone from here afterwards; what was passed
         on from these buckets is still found.
@@ -170,6 +197,41 @@ class KeyTable:
         self._old: Buckets | None = None
         self._moved = 0  # leading buckets of the old table that were moved
         self._live = 0
+
+    def reserve(self, rows: int, keys: int) -> None:
+        """Make room for so many rows and, in a table that is empty, for so many keys at once."""
+        if rows > self._keys.rows:
+            self._keys.grow(rows)
+        if not self._live:
+            count = max(_MIN_BUCKETS, int((keys + 1) / (_SLOTS * _NEW_LOAD)))
+            self._old, self._young = None, Buckets(count)
+
+    def hashes(self, packed: Packed) -> NDArray[np.uint64]:
+        """A hash of each key, whole keys back to back; shape [keys]. Its upper half is the tag, so
+        that keys by ascending hash are what `add_sorted` takes.
+        """
+        found = np.empty(len(packed) // KEY_BYTES, np.uint64)
+        words = np.frombuffer(packed, np.uint32).reshape(-1, 8)
+        for first in range(0, len(found), _FILL):  # bounds the memory that it takes
+            some = words[first : first + _FILL].astype(np.uint64)
+            np.matmul(some, self._coefficients, out=found[first : first + _FILL])
+        found += self._constant
+        return found
+
+    def add_sorted(
+        self, keys: NDArray[np.uint8], rows: NDArray[np.int32], order: NDArray[np.int64]
+    ) -> None:
+        """`add_many` to a table that is empty, for very many keys; shapes [n, 32], [n] and [n].
+
+        `order`: how the keys are sorted by `hashes`.
+        """
+        assert not self._live
+        packed = keys.reshape(-1).data
+        self.reserve(int(rows.max(initial=-1)) + 1, len(rows))
+        np.frombuffer(self._keys.memory, _KEY)[rows] = np.frombuffer(packed, _KEY)
+        tags = _tags_of(self.hashes(packed))
+        self._young.fill(tags[order], rows[order].view(np.uint32))
+        self._live = len(rows)
 
     def __len__(self) -> int:
         """Keys held."""
@@ -267,10 +329,7 @@ class KeyTable:
                     self._move()
 
     def _tags(self, packed: bytes) -> NDArray[np.uint32]:
-        words = np.frombuffer(packed, np.uint32).reshape(-1, 8)
-        hashes = words.astype(np.uint64) @ self._coefficients + self._constant
-        tags: NDArray[np.uint32] = (hashes >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
-        return tags
+        return _tags_of(self.hashes(packed))
 
     def remove(self, row: int) -> None:
         """Forget a row's key."""
@@ -296,3 +355,8 @@ class KeyTable:
         self._moved = stop
         if stop == self._old.count:
             self._old = None
+
+
+def _tags_of(hashes: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    tags: NDArray[np.uint32] = (hashes >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    return tags

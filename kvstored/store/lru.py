@@ -43,12 +43,19 @@ class LeafLru:
         self._joined: list[tuple[int, int]] = []  # heap of (tick, row)
         self._aside: list[tuple[int, int]] = []  # busy ones, until `put_back`
         index.on_leaf[tier] = self._join
+        index.on_leaves[tier] = self._join_all
 
     def _join(self, row: int) -> None:
         """A resident chunk has become a leaf, or a leaf has come."""
         tick = self._index.tick[row]
         if tick <= self._bound:
             heapq.heappush(self._joined, (tick, row))
+
+    def _join_all(self, rows: NDArray[np.int32]) -> None:
+        """Many of them have."""
+        ticks = np.frombuffer(self._index.tick, np.uint64)[rows]
+        for row in rows[ticks <= self._bound].tolist():
+            self._join(row)
 
     def victim(self, busy: Callable[[int], bool]) -> int:
         """The leaf used longest ago that is not busy, or NONE. It stays until it leaves the tier.

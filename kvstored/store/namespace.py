@@ -8,10 +8,11 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstored.store.bulk import BulkIndex
 from kvstored.store.families import Families
 from kvstored.store.ghosts import Ghosts
 from kvstored.store.holds import Holds
-from kvstored.store.index import EXPIRES, NONE, TIERS, ChunkIndex
+from kvstored.store.index import EXPIRES, NONE, TIERS
 from kvstored.store.lru import LeafLru
 
 MAX_PINNED_CHUNKS = 65536
@@ -24,7 +25,7 @@ class Namespace:
         self.name = name
         self.number = number
         self.default_ttl_ms = default_ttl_ms
-        self.index = ChunkIndex()
+        self.index = BulkIndex()
         self.lru = {tier: LeafLru(self.index, tier) for tier in TIERS}
         self.ghosts = Ghosts()
         self.families = Families(name)

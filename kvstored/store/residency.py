@@ -57,6 +57,11 @@ class Residency:
             ticks = np.frombuffer(ns.index.tick, np.uint64)
             ticks[chunks] = np.arange(self._tick - count + 1, self._tick + 1, dtype=np.uint64)[::-1]
 
+    def next_ticks(self, count: int) -> NDArray[np.uint64]:
+        """Ticks of as many uses, one after the other, that come after all there were."""
+        self._tick += count
+        return np.arange(self._tick - count + 1, self._tick + 1, dtype=np.uint64)
+
     # -- coming and going ----------------------------------------------------------------------
 
     def place_object(self, ns: Namespace, row: int, tier: TierKind, place: int) -> None:
@@ -93,6 +98,26 @@ class Residency:
         charged = sum(map(tier.charge_bytes, lengths))
         self.accounts.charge(ns.name, tenant, label, charged, len(lengths))
         self.accounts.stored[ns.name, tenant, label].add(len(lengths), 0, sum(lengths))
+
+    def place_many(
+        self,
+        ns: Namespace,
+        objects: NDArray[np.int32],
+        tier: TierKind,
+        places: NDArray[np.int64],
+    ) -> None:
+        """`place_object` of many that have no place in the tier, in chunks whose tick is set."""
+        index = ns.index
+        index.place_many(objects, tier, places)
+        chunks = np.frombuffer(index.object_chunk, np.int32)[objects]
+        kinds = np.frombuffer(index.tenant, np.uint32)[chunks].astype(np.uint64) << np.uint64(32)
+        kinds |= np.frombuffer(index.object_length, np.uint32)[objects]
+        label = TIER_LABEL[tier]
+        for kind, count in zip(*map(np.ndarray.tolist, np.unique_counts(kinds)), strict=True):
+            tenant, length = ns.tenants[kind >> 32], kind & 0xFFFF_FFFF
+            charged = count * self.tiers[tier].charge_bytes(length)
+            self.accounts.charge(ns.name, tenant, label, charged, count)
+            self.accounts.stored[ns.name, tenant, label].add(count, 0, count * length)
 
     def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
         """The object is no longer readable in a tier. Gives the place, now the caller's."""

@@ -18,7 +18,7 @@ from kvstored.store.trash import Trash
 from kvstored.tiers.base import VOLUME_SHIFT, Recovered, TierKind
 from kvstored_client.proto import kvstore_pb2 as pb
 
-SLICE_ROWS = 4096
+SLICE_ROWS = 512
 """Objects that are taken in before others have their turn."""
 
 

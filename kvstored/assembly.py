@@ -12,11 +12,13 @@ from kvstored.store import store as stores
 from kvstored.store.store import Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import TierKind
-from kvstored.tiers.nvme.volume_tier import VolumeTier
+from kvstored.tiers.nvme.member import VolumeSpec
+from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import derive_namespace_salt
 
-NVME_FOLDER = "nvme"
+REGISTRY_FOLDER = "volumes"
+"""In the data directory: what is known of volumes that may be away."""
 
 
 def build_store(settings: Settings, supervisor: Supervisor, files: Files | None = None) -> Store:
@@ -27,9 +29,9 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
     caps = {(name, TierKind.RAM): cap for name, cap in ram_caps.items()}
     if settings.nvme.enabled:
         nvme_caps = {n.name: n.nvme_cap_bytes for n in settings.namespaces}
-        nvme = VolumeTier(
-            settings.daemon.data_dir / NVME_FOLDER,
-            settings.nvme.cap_bytes,
+        nvme = NvmeTier(
+            _volumes(settings),
+            settings.daemon.data_dir / REGISTRY_FOLDER,
             _cap_of(nvme_caps),
             files=files,
         )
@@ -47,6 +49,17 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
         ),
         supervisor,
     )
+
+
+def _volumes(settings: Settings) -> list[VolumeSpec]:
+    """The volumes by number. One in the data directory is not missed when it is gone: nothing can
+    be mounted there that the daemon would not miss altogether.
+    """
+    data_dir = settings.daemon.data_dir
+    return [
+        VolumeSpec(v.name, v.path, v.cap_bytes, v.drain, not v.path.is_relative_to(data_dir))
+        for v in settings.nvme.volumes
+    ]
 
 
 def build_auth(settings: Settings) -> Auth:

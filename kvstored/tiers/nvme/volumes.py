@@ -1,0 +1,610 @@
+"""The volumes' lives: opened, distrusted, lost, found again, drained. Belongs to the verbs' loop.
+
+Every volume goes through `_come_up` before anything of it is used: what was deleted while it was
+away is deleted on it first. docs/nvme-tier.md has the states and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+from kvstored.errors import DataDirectoryError, KvstoredError
+from kvstored.io.base import Files
+from kvstored.tiers.base import Recovered, Tier
+from kvstored.tiers.nvme import draining, merging
+from kvstored.tiers.nvme.away import Away, unseen
+from kvstored.tiers.nvme.breaker import Patience
+from kvstored.tiers.nvme.member import Member, VolumeAway
+from kvstored.tiers.nvme.registry import Known, Tombstone
+from kvstored.tiers.nvme.status import VolumeState
+from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
+
+_log = logging.getLogger(__name__)
+
+FAILURES = (KvstoredError, OSError, lmdb.Error)
+_PURGE_AT_ONCE = 1024
+_RECENT_S = 120.0
+MOST_RECENT = 100_000
+
+
+class UnknownVolume(KvstoredError):
+    """No volume of that name is configured."""
+
+
+class LastVolume(KvstoredError):
+    """The only volume that takes objects cannot be drained."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recent:
+    """A delete of a moment ago: a volume that fails now may not have it, durably, yet."""
+
+    at: float
+    namespace: str
+    family: bytes
+    keys: Sequence[bytes]
+    through: dict[int, int]  # volume number -> sequence
+
+
+class Volumes:
+    """Keeps each volume in the state that it deserves."""
+
+    def __init__(
+        self,
+        owner: Tier,
+        members: Sequence[Member],
+        files: Files,
+        registry: Path,
+        patience: Patience,
+    ) -> None:
+        """`owner` has the callbacks `on_lost` and `on_found`."""
+        self._owner = owner
+        self._members = members
+        self._patience = patience
+        self.away = Away(files, registry, patience.stuck_after_s)
+        self._families: dict[tuple[str, bytes], bytes] = {}
+        self._recent: deque[_Recent] = deque()
+        self._recent_keys = 0
+        self._overflowed_at = -_RECENT_S
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening = True
+        self._ready = asyncio.Event()
+        self._closing = False
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was found damaged of the registry."""
+        return self.away.problems
+
+    # ---- start and stop -----------------------------------------------------------------------
+
+    async def open(self) -> Recovered:
+        """Open what can be opened in time; see NvmeTier.open."""
+        await self.away.load()
+        await self._take_back()
+        loop = asyncio.get_running_loop()
+        first: dict[Member, asyncio.Task[Recovered]] = {}
+        for member in self._members:
+            known = self.away.expected(member.spec.directory)
+            if known is not None and known.drained:
+                member.state, member.detail, member.uuid = VolumeState.DRAINED, "", known.uuid
+            else:
+                first[member] = loop.create_task(self._come_up(member))
+        if first:
+            await asyncio.wait(first.values(), timeout=self._patience.open_timeout_s)
+        self._opening = False  # what is ready from now on is handed to the store by itself
+        found = [task.result() for task in first.values() if _went_well(task)]
+        late = {m: task for m, task in first.items() if not task.done()}
+        failed = {m: e for m, task in first.items() if (e := _failure(task)) is not None}
+        for member in late:
+            member.detail = "it is still being opened"
+        for member, error in failed.items():
+            member.detail = str(error)
+            _log.error("volume %s is lost: %s", member.spec.name, error)
+        if failed and not found and not late and not any(map(_may_mend, failed.values())):
+            await self.close()
+            raise next(iter(failed.values()))
+        for member in first:
+            if member in late or member in failed:
+                member.uuid = await self.away.expect(member.spec.directory, member.spec.name)
+                self._start(self._revive(member, late.get(member)))
+        self._start(self._watch())
+        whole = merging.merged(found)
+        await self._share_families(whole.family_specs)
+        return whole
+
+    async def _take_back(self) -> None:
+        """A drained volume that is configured no longer is free for anything, and so is the
+        directory that it was in.
+        """
+        used = {str(member.spec.directory) for member in self._members}
+        for known in self.away.all_known():
+            if known.drained and known.directory not in used:
+                await self.away.remember(replace(known, drained=False, directory=""))
+
+    async def _store_is_ready(self) -> None:
+        """Wait until the store has what the tier was opened with, and takes more."""
+        await self._ready.wait()
+
+    async def close(self) -> None:
+        """Close what answers; the rest is left alone."""
+        self._closing = True
+        ending = list(self._tasks)
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending, timeout=self._patience.stuck_after_s)
+        waiting = []
+        loop = asyncio.get_running_loop()
+        for member in self._members:
+            member.close_pool()
+            if member.tier is not None and not member.stalled:
+                waiting.append(loop.create_task(self._close_one(member)))
+        if waiting:
+            await asyncio.wait(waiting)
+        self.away.close()
+
+    async def _close_one(self, member: Member) -> None:
+        """Close a volume, or see that it does not answer; then it is on its own."""
+        tier = member.tier
+        if tier is None:
+            return
+        call = member.begin(_close, _closed)
+        if call is None:
+            return
+        answer = asyncio.ensure_future(call.answer())
+        while not answer.done():
+            await asyncio.wait({answer}, timeout=self._patience.look_every_s)
+            member.look()
+        if answer.result() is None:
+            _log.error("volume %s does not answer, and is not closed", member.spec.name)
+
+    def _start(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task of the volumes failed", exc_info=error)
+
+    # ---- coming up ----------------------------------------------------------------------------
+
+    async def _come_up(self, member: Member) -> Recovered:
+        """Open a volume, tell it what was deleted meanwhile, and from then on use it.
+
+        But for the start, whose caller gets all volumes' objects together, the store is handed what
+        it holds before anything else can happen. Raises one of FAILURES; the volume is closed then.
+        """
+        expected = self.away.at(member.spec.directory)
+        found = await member.open(expected is not None)
+        assert member.tier is not None
+        tier = member.tier
+        try:
+            uuid = await self._recognise(member, tier)
+            if len(self._members) > 1:
+                await member.measure()
+                await self._note_speed(member)
+            if not self._opening:
+                await self._store_is_ready()
+            found = await self._purged(member, tier, uuid, found)
+        except BaseException:
+            member.take_out()
+            await tier.close()
+            raise
+        numbered = merging.numbered(found, member.number)
+        member.full = False
+        if member.spec.drain:
+            member.state, member.detail = VolumeState.DRAINING, "as configured"
+            self._start(self._drain_out(member, tier, numbered))
+            return merging.rows(numbered, np.zeros(0, np.int64))
+        member.state, member.detail = VolumeState.OK, ""
+        if not self._opening and self._owner.on_found is not None:
+            await self._owner.on_found(numbered)
+        return numbered
+
+    async def _recognise(self, member: Member, tier: VolumeTier) -> str:
+        """Know the volume by its UUID from now on."""
+        uuid = tier.uuid.hex()
+        known = self.away.known(uuid) or Known(uuid, "", "")
+        member.read_bytes_per_s = member.read_bytes_per_s or known.read_bytes_per_s
+        member.write_bytes_per_s = member.write_bytes_per_s or known.write_bytes_per_s
+        directory = member.spec.directory
+        other = self.away.at(directory)
+        if other is not None and other.uuid != uuid:  # it is elsewhere now, or gone
+            await self.away.remember(replace(other, directory=""))
+        await self.away.remember(
+            replace(known, directory=str(directory), name=member.spec.name, drained=False)
+        )
+        member.uuid = uuid
+        return uuid
+
+    async def _note_speed(self, member: Member) -> None:
+        known = self.away.known(member.uuid)
+        if known is not None and member.read_bytes_per_s:
+            read, write = round(member.read_bytes_per_s), round(member.write_bytes_per_s)
+            await self.away.remember(replace(known, read_bytes_per_s=read, write_bytes_per_s=write))
+
+    async def _purged(
+        self, member: Member, tier: VolumeTier, uuid: str, found: Recovered
+    ) -> Recovered:
+        """What is left once the volume has been told of every delete that it missed."""
+        stand_in = unseen(member.spec.directory)
+        while True:
+            known = self.away.known(uuid)
+            empty = known is not None and known.empty
+            missed = {name: self.away.pending(name) for name in (uuid, stand_in)}
+            if not empty and not any(missed.values()):
+                break
+            gone = merging.doomed(found, missed[uuid] + missed[stand_in])
+            if empty:
+                gone[:] = True
+            places = found.place[gone].tolist()
+            for at in range(0, len(places), _PURGE_AT_ONCE):
+                await tier.delete(places[at : at + _PURGE_AT_ONCE])
+            found = merging.rows(found, ~gone)
+            _log.info("volume %s: %d deletes made up for", member.spec.name, len(places))
+            for name, tombstones in missed.items():
+                await self.away.told(name, len(tombstones), emptied=empty and name == uuid)
+        if self.away.known(stand_in) is not None:
+            await self.away.drop(stand_in)
+            if self.away.pending(uuid):
+                return await self._purged(member, tier, uuid, found)
+        return found
+
+    async def _revive(self, member: Member, first: asyncio.Task[Recovered] | None = None) -> None:
+        """Try to open a lost volume until it is there."""
+        pause_s = self._patience.reopen_first_s
+        while not self._closing:
+            try:
+                if first is None:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, self._patience.reopen_longest_s)
+                await (first or self._come_up(member))
+            except FAILURES as error:
+                first = None
+                if member.state is VolumeState.DRAINED:
+                    return
+                member.detail = str(error)
+                continue
+            _log.warning("volume %s is back", member.spec.name)
+            await self._share_families(self._families)
+            return
+
+    # ---- trouble ------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Look at every volume, again and again."""
+        while True:
+            await asyncio.sleep(self._patience.look_every_s)  # a period, not a wait for something
+            if self._owner.on_found is not None:
+                self._ready.set()
+            for member in self._members:
+                try:
+                    self._look(member)
+                except Exception:
+                    _log.exception("looking at volume %s", member.spec.name)
+
+    def _look(self, member: Member) -> None:
+        tier = member.tier
+        if tier is None or member.state not in (VolumeState.OK, VolumeState.SUSPECT):
+            return
+        member.look()
+        member.rate()
+        trusted = member.reads.closed and member.changes.closed
+        if member.state is VolumeState.OK:
+            if not trusted:
+                self._suspect(member)
+            elif self.away.pending(member.uuid) and not (tier.owed_deletes or member.probing):
+                self._start(self._tell(member, tier))
+        elif trusted:
+            if not member.running and not member.probing:
+                self._start(self._trust(member, tier))
+        else:
+            self._doubt(member)
+
+    def _suspect(self, member: Member) -> None:
+        """Place nothing more there, and note the deletes of a moment ago: it may not have them."""
+        broken = member.changes if member.reads.closed else member.reads
+        member.state, member.detail = VolumeState.SUSPECT, broken.detail
+        _log.error("volume %s is suspect: %s", member.spec.name, broken.detail)
+        member.recording = asyncio.get_running_loop().create_task(self._record(member))
+        member.recording.add_done_callback(_tell_failure)
+
+    async def _record(self, member: Member) -> None:
+        """Note recent deletes for a volume. Raises DeleteNotDurable."""
+        if time.monotonic() - self._overflowed_at < _RECENT_S:
+            await self.away.void(member.uuid)
+            return
+        stones = [
+            Tombstone(recent.namespace, recent.family, key, recent.through[member.number])
+            for recent in self._recent
+            if member.number in recent.through
+            for key in recent.keys
+        ]
+        await self.away.add(member.uuid, stones)
+
+    async def recorded(self, member: Member) -> None:
+        """Wait until the deletes that came before a volume's trouble are noted.
+
+        Raises DeleteNotDurable.
+        """
+        if member.recording is not None:
+            await asyncio.shield(member.recording)
+
+    def _doubt(self, member: Member) -> None:
+        """A volume that is not trusted: ask it, or give it up for now."""
+        broken = member.changes if member.reads.closed else member.reads
+        member.detail = broken.detail
+        if member.reads.closed:
+            member.detail += "; what it holds is read all the same"
+        for_s = time.monotonic() - member.reads.opened_at
+        unread = not member.reads.closed and for_s >= self._patience.lost_after_s
+        if unread or member.reads.gone or member.changes.gone:
+            self._lose(member)
+        else:
+            self._start(member.probe())
+
+    async def _trust(self, member: Member, tier: VolumeTier) -> None:
+        """A volume that answers again: do what was put off, then use it."""
+        if member.probing or member.tier is not tier:
+            return
+        member.probing = True
+        try:
+            member.answers_again()
+            while member.owed and member.tier is tier and member.changes.closed:
+                some = [member.owed.pop() for _ in range(min(len(member.owed), _PURGE_AT_ONCE))]
+                call = member.begin(partial(_delete_owed, places=some), _closed)
+                if call is None or await call.answer() is None:
+                    member.owed.update(some)
+                    return
+                member.look()
+            if member.tier is tier and member.changes.closed and member.reads.closed:
+                member.state, member.detail, member.full = VolumeState.OK, "", False
+                member.recording = None
+                _log.warning("volume %s is trusted again", member.spec.name)
+        finally:
+            member.probing = False
+
+    async def _tell(self, member: Member, tier: VolumeTier) -> None:
+        """Note that a volume has, durably, every delete that was noted for it."""
+        member.probing = True
+        try:
+            noted = len(self.away.pending(member.uuid))
+            if member.tier is tier and not tier.owed_deletes and not member.owed:
+                await self.away.told(member.uuid, noted)
+        except OSError as error:
+            _log.warning("volume %s: %s", member.spec.name, error)
+        finally:
+            member.probing = False
+
+    def _lose(self, member: Member) -> None:
+        """Tell the store that what a volume holds is gone for now, and try to open it anew."""
+        tier = member.take_out()
+        member.state = VolumeState.LOST
+        _log.error("volume %s is lost: %s", member.spec.name, member.detail)
+        if self._owner.on_lost is not None:
+            self._owner.on_lost(member.number)
+        self._start(self._reopen(member, tier))
+
+    async def _reopen(self, member: Member, tier: VolumeTier | None) -> None:
+        """Close what is left of a volume, however long its device takes, and open it anew."""
+        if tier is not None:
+            try:
+                await tier.close()
+            except FAILURES as error:
+                _log.warning("volume %s: %s", member.spec.name, error)
+        await self._revive(member)
+
+    # ---- deletes and families -----------------------------------------------------------------
+
+    async def forget(self, namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
+        """See NvmeTier.forget."""
+        if not keys:
+            return
+        present = {m.uuid: m for m in self._members if m.state is VolumeState.OK}
+        through = {m.number: m.tier.sequence for m in present.values() if m.tier is not None}
+        self._recent.append(_Recent(time.monotonic(), namespace, family, keys, through))
+        self._recent_keys += len(keys)
+        self._forget_old()
+        absent = self.away.absent(present)
+        if not absent:
+            return
+        stones = [Tombstone(namespace, family, key) for key in keys]
+        done = await asyncio.gather(
+            *(self.away.add(uuid, self._bounded(uuid, stones)) for uuid in absent),
+            return_exceptions=True,
+        )
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _bounded(self, uuid: str, stones: Sequence[Tombstone]) -> Sequence[Tombstone]:
+        """For a volume that is open but suspect: what it gets later is not meant."""
+        for member in self._members:
+            if member.uuid == uuid and member.tier is not None:
+                through = member.tier.sequence
+                return [replace(stone, through=through) for stone in stones]
+        return stones
+
+    def _forget_old(self) -> None:
+        now = time.monotonic()
+        while self._recent and self._recent[0].at < now - _RECENT_S:
+            self._recent_keys -= len(self._recent.popleft().keys)
+        while self._recent_keys > MOST_RECENT:
+            self._recent_keys -= len(self._recent.popleft().keys)
+            self._overflowed_at = now
+
+    async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
+        """See NvmeTier.remember_family."""
+        self._families[namespace, fingerprint] = spec
+        await self._tell_families([(m, [(namespace, fingerprint)]) for m in self._usable()])
+
+    def _usable(self) -> list[Member]:
+        return [m for m in self._members if m.placeable]
+
+    async def _share_families(self, known: dict[tuple[str, bytes], bytes]) -> None:
+        """Have every volume know each family: objects of any may come to it."""
+        missing = [
+            (m, [names for names in known if names not in m.families]) for m in self._usable()
+        ]
+        self._families |= known
+        await self._tell_families(missing)
+
+    async def _tell_families(
+        self, missing: Sequence[tuple[Member, list[tuple[str, bytes]]]]
+    ) -> None:
+        calls = []
+        for member, names in missing:
+            for name in names:
+                member.families.add(name)
+                work = partial(_remember, names=name, spec=self._families[name])
+                calls.append((member, name, member.begin(work, _closed)))
+        for member, name, call in calls:
+            if call is None or await call.answer() is None:
+                member.families.discard(name)
+
+    # ---- draining -----------------------------------------------------------------------------
+
+    async def drain(self, name: str) -> None:
+        """See NvmeTier.drain."""
+        member = next((m for m in self._members if m.spec.name == name), None)
+        if member is None:
+            names = ", ".join(m.spec.name for m in self._members)
+            raise UnknownVolume(f"there is no volume {name}", f"the volumes are: {names}")
+        if member.state in (VolumeState.DRAINING, VolumeState.DRAINED):
+            return
+        if not any(m is not member and m.placeable for m in self._members):
+            raise LastVolume(
+                f"{name} is the only volume that takes objects", "add another volume first"
+            )
+        if member.state is VolumeState.LOST:
+            await self._note_drained(member)
+            return
+        tier = member.take_out()
+        member.state, member.detail = VolumeState.DRAINING, "what it holds is looked up"
+        if self._owner.on_lost is not None:
+            self._owner.on_lost(member.number)
+        self._start(self._drain_again(member, tier))
+
+    async def _drain_again(self, member: Member, tier: VolumeTier | None) -> None:
+        """Close a volume and open it for draining alone."""
+        if tier is not None:
+            try:
+                await tier.close()
+            except FAILURES as error:
+                _log.warning("volume %s: %s", member.spec.name, error)
+        try:
+            found = await member.open(True)
+            assert member.tier is not None
+            found = await self._purged(member, member.tier, member.uuid, found)
+        except FAILURES as error:
+            _log.error("volume %s: what it holds is dropped: %s", member.spec.name, error)
+            await self._note_drained(member)
+            return
+        await self._drain_out(member, member.tier, merging.numbered(found, member.number))
+
+    async def _drain_out(self, member: Member, tier: VolumeTier, found: Recovered) -> None:
+        """Move what a volume holds elsewhere, and have it count as empty from then on."""
+        await self._store_is_ready()
+        move = draining.Move(self._owner, tier, found)
+        async for moved in move.slices():
+            gone = merging.doomed(moved.found, self.away.pending(member.uuid))
+            await move.hand_over(moved, ~gone)
+            member.detail = f"{move.seen} of {len(found.place)} objects seen, {move.moved} moved"
+        member.take_out()
+        await self._note_drained(member)
+        try:
+            await tier.close()
+        except FAILURES as error:
+            _log.warning("volume %s: %s", member.spec.name, error)
+
+    async def _note_drained(self, member: Member) -> None:
+        """Durably: what the volume holds is void, and it is not used."""
+        known = self.away.known(member.uuid)
+        if known is not None:
+            await self.away.void(member.uuid)
+            await self.away.remember(replace(known, empty=True, drained=True))
+        member.state, member.detail = VolumeState.DRAINED, ""
+        _log.warning("volume %s is drained", member.spec.name)
+
+
+_DEVICE_ERRORS = frozenset(
+    {
+        errno.EIO,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ENOMEDIUM,
+        errno.ETIMEDOUT,
+        errno.EUCLEAN,
+        errno.EREMOTEIO,
+    }
+)
+
+
+def _may_mend(error: BaseException) -> bool:
+    """Whether waiting may mend what keeps a volume from being opened: its device, not a mistake."""
+    if isinstance(error, VolumeAway | lmdb.Error):
+        return True
+    cause = error.__cause__ if isinstance(error, DataDirectoryError) else error
+    return isinstance(cause, lmdb.Error) or (
+        isinstance(cause, OSError) and cause.errno in _DEVICE_ERRORS
+    )
+
+
+def _went_well(task: asyncio.Task[Recovered]) -> bool:
+    return task.done() and task.exception() is None
+
+
+def _failure(task: asyncio.Task[Recovered]) -> BaseException | None:
+    """What kept a volume from opening; what is a bug is raised."""
+    error = task.exception() if task.done() else None
+    if error is not None and not isinstance(error, FAILURES):
+        raise error
+    return error
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("deletes of a moment ago are not noted: %s", error)
+
+
+async def _close(tier: VolumeTier) -> bool:
+    await tier.close()
+    return True
+
+
+def _closed(tier: VolumeTier, answer: bool) -> None:
+    del tier, answer
+
+
+async def _remember(tier: VolumeTier, names: tuple[str, bytes], spec: bytes) -> bool:
+    await tier.remember_family(*names, spec)
+    return True
+
+
+async def _delete_owed(tier: VolumeTier, places: Sequence[int]) -> bool:
+    """What cannot be made durable now, the volume itself tries again with its next commit."""
+    with contextlib.suppress(DeleteNotDurable):
+        try:
+            await tier.delete(places)
+        except ValueError:  # some were deleted meanwhile, by a call that had been given up
+            for place in places:
+                with contextlib.suppress(ValueError, DeleteNotDurable):
+                    await tier.delete([place])
+    return True

@@ -72,12 +72,13 @@ class VolumeSettings:
 @dataclass(frozen=True, slots=True)
 class NvmeSettings:
     """Hard cap of the NVMe tier, the sum of its volumes'; 0, and no volumes, where it is not
-    enabled. A volume's number is its index here.
+    enabled. A volume's number is its index here. `scrub_bytes_per_s` 0: no scrub by itself.
     """
 
     enabled: bool
     cap_bytes: int
     volumes: tuple[VolumeSettings, ...] = ()
+    scrub_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

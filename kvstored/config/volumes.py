@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -24,10 +24,14 @@ GIB = 1 << 30
 DEFAULT_VOLUME = "nvme"
 """The volume, and its folder in the data directory, where none is listed."""
 
+REGISTRY = "volumes"
+"""Folder of the data directory that is no volume's: what is known of those that are away."""
+
 MOST_VOLUMES = 64
 LEAST_BYTES = 16 * MIB
 STEP_BYTES = 64 * MIB  # so that the default does not change with every byte of the disk
 DEFAULT_BYTES = 10 * GIB
+DEFAULT_SCRUB_BYTES_PER_S = 8 * MIB  # some 700 GB a day
 
 _HEADER = "[[nvme.volumes]]"
 _PATH = ("path", "", absolute_or_none, "write an absolute path")
@@ -37,6 +41,14 @@ def build_nvme(
     section: Section, tables: Sequence[Table], data_dir: Path, report: Report
 ) -> NvmeSettings:
     """The tier: of the volumes listed, or of one in the data directory where none is."""
+    scrub_bytes_per_s = section.size("scrub_bytes_per_s", DEFAULT_SCRUB_BYTES_PER_S, least=0)
+    nvme = _tier(section, tables, data_dir, report)
+    return replace(nvme, scrub_bytes_per_s=scrub_bytes_per_s if nvme.enabled else 0)
+
+
+def _tier(
+    section: Section, tables: Sequence[Table], data_dir: Path, report: Report
+) -> NvmeSettings:
     if not tables:
         return _one_volume(section, data_dir, report)
     enabled = section.boolean("enabled", default=True)
@@ -188,7 +200,10 @@ class _Listed:
     def _paths_differ(self, volumes: Sequence[_Volume]) -> None:
         there = [(v, v.path, v.disk) for v in volumes if v.path is not None and v.disk is not None]
         data_dir = self._data_dir.resolve()
+        registry = data_dir / REGISTRY
         for volume, _, disk in there:
+            if disk.real == registry or registry in disk.real.parents:
+                volume.section.complain("path", f"{self._data_dir / REGISTRY} is the daemon's own")
             if disk.real == data_dir or disk.real in data_dir.parents:
                 volume.section.complain(
                     "path", f"must not hold daemon.data_dir, which is {self._data_dir}"

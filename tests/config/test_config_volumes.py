@@ -58,7 +58,10 @@ def test_without_a_list_there_is_one_in_the_data_directory(tmp_path: Path) -> No
     assert nvme.cap_bytes == 32 * MIB
     auto, silent = (load(tmp_path, toml).settings.nvme for toml in ('[nvme]\ncap_bytes="auto"', ""))
     assert auto == silent
-    assert load(tmp_path, "[nvme]\nenabled = false").settings.nvme.volumes == ()
+    off = load(tmp_path, "[nvme]\nenabled = false").settings.nvme
+    assert (off.volumes, off.scrub_bytes_per_s) == ((), 0)
+    assert nvme.scrub_bytes_per_s == 8 * MIB
+    assert load(tmp_path, "[nvme]\nscrub_bytes_per_s = 0").settings.nvme.scrub_bytes_per_s == 0
 
 
 def test_volumes_are_what_the_list_says_in_its_order(tmp_path: Path, a: Path, b: Path) -> None:
@@ -160,6 +163,7 @@ def test_one_file_system_is_noticed_by_itself(tmp_path: Path, a: Path, b: Path) 
         ('path = "PATH/file"', "nvme.volumes.file.path", "is not a directory"),
         ('path = "PATH/file/x"', "nvme.volumes.x.path", "cannot be used: Not a directory"),
         ('path = "PATH/.."\nname = "x"', "nvme.volumes.x.path", "must not hold daemon.data_dir"),
+        ('path = "PATH/../state/volumes/x"', "nvme.volumes.x.path", "is the daemon's own"),
     ],
 )
 def test_one_fault_of_a_volume_one_message(

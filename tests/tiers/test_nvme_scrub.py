@@ -38,6 +38,7 @@ class Volume:
     def __init__(self, tier: VolumeTier) -> None:
         self.tier = tier
         self.asked: list[int] = []  # places, in the order in which they were read
+        self.batches: list[list[int]] = []
         self.between: Callable[[], Any] | None = None
         self.outcome: ReadOutcome | None = None  # given instead of what the tier says
         self.listings = 0
@@ -46,6 +47,7 @@ class Volume:
 
     async def read(self, items: Sequence[ObjectRead]) -> list[ReadOutcome]:
         self.asked += [item.place for item in items]
+        self.batches.append([item.length_bytes for item in items])
         if self.between is not None:
             between, self.between = self.between, None
             await between()
@@ -269,6 +271,8 @@ async def test_large_object_and_memory(tmp_path: Path, monkeypatch: pytest.Monke
     scrubber = Scrubber(watched, lambda _: None, rate_bytes_per_s=NO_BACKGROUND)
     status = await scrubber.demand()
     assert status.pass_objects == len(volume)
+    assert all(sum(batch) <= 300_000 or len(batch) == 1 for batch in watched.batches)
+    assert len(watched.batches) < len(volume), "the small ones go together"
     assert len(scrubber._memory._block) == 0
     await scrubber.close()
     await tier.close()
@@ -356,11 +360,12 @@ async def test_close_ends_a_slow_pass(tmp_path: Path) -> None:
 
 def test_pace() -> None:
     pace = Pace(1000, now=10.0)
-    assert pace.delay_s(500, now=10.0) == 0.5
-    assert pace.delay_s(500, now=10.5) == 0.5
-    assert pace.delay_s(500, now=20.0) == 0.5, "time that was not used is no credit"
-    assert pace.delay_s(500, now=20.0) == 1.0
-    assert Pace(0, now=10.0).delay_s(1 << 40, now=10.0) == 0.0
+    assert pace.delay_s(500, began=10.0, now=10.0) == 0.5
+    assert pace.delay_s(500, began=10.5, now=10.75) == 0.25, "the time it took counts"
+    assert pace.delay_s(500, began=11.0, now=13.0) == 0.0
+    assert pace.delay_s(500, began=20.0, now=20.0) == 0.5, "time that was not used is no credit"
+    assert pace.delay_s(500, began=20.0, now=20.0) == 1.0
+    assert Pace(0, now=10.0).delay_s(1 << 40, began=10.0, now=10.0) == 0.0
 
 
 @pytest.mark.parametrize(

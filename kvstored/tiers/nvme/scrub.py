@@ -90,12 +90,12 @@ class Pace:
         self._rate = rate_bytes_per_s
         self._free_at = now
 
-    def delay_s(self, nbytes: int, now: float) -> float:
-        """Take note that bytes are read now; how long to wait before the next."""
+    def delay_s(self, nbytes: int, began: float, now: float) -> float:
+        """Take note of bytes read from `began` till now; how long to wait before the next."""
         if not self._rate:
             return 0.0
-        self._free_at = max(self._free_at, now) + nbytes / self._rate
-        return self._free_at - now
+        self._free_at = max(self._free_at, began) + nbytes / self._rate
+        return max(0.0, self._free_at - now)
 
     @property
     def batch_bytes(self) -> int:
@@ -256,12 +256,13 @@ class Scrubber:
             for batch in _batches([one for one in listed if one.place < stop], pace.batch_bytes):
                 if self._wake.is_set():
                     return PassEnd.CUT_SHORT
+                began = time.monotonic()
                 if not await self._read_batch(batch):
                     return PassEnd.DOWN
                 if not on_demand:
                     self._resume = batch[-1].place >> 32
                 nbytes = sum(one.length_bytes for one in batch)
-                delay_s = pace.delay_s(nbytes, time.monotonic())
+                delay_s = pace.delay_s(nbytes, began, time.monotonic())
                 if delay_s > 0:
                     await self._sleep(delay_s)
             place = listed[-1].place

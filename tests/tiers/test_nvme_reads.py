@@ -37,12 +37,13 @@ def files(ranges: RangeFiles) -> FaultyFiles:
 
 
 @pytest.fixture
-async def tier(tmp_path: Path, files: FaultyFiles) -> AsyncIterator[VolumeTier]:
+async def tier(tmp_path: Path, files: FaultyFiles, ranges: RangeFiles) -> AsyncIterator[VolumeTier]:
     tier = VolumeTier(
         tmp_path, 192 * MIB, files=files, region_bytes=18 * MIB, read_threads=2, walk_timeout_s=20
     )
     await tier.open()
-    yield tier
+    with ranges.all_opened():
+        yield tier
     await tier.close()
 
 

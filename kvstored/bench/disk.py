@@ -14,7 +14,6 @@ import numpy as np
 
 from kvstored.bench import extents, payloads, processes, rawdisk, rounds
 from kvstored.bench.diskshape import (
-    WARMING,
     Shape,
     default_directory,
     disk_there_is,
@@ -65,8 +64,7 @@ def run(settings: Settings, say: Say) -> list[Case]:
     disk_bytes = settings.disk_bytes or min(map(disk_there_is, places)) // len(places)
     cases: list[Case] = []
     for size in settings.object_bytes:
-        wanted = settings.rounds + WARMING
-        shape = shape_of(size, settings.prefix_chunks, wanted, disk_bytes)
+        shape = shape_of(size, settings.prefix_chunks, settings.rounds, disk_bytes)
         try:
             cases += _measure(settings, shape, places, say)
         except OSError as error:
@@ -166,6 +164,7 @@ class Prefixes:
             "object_bytes": self._shape.object_bytes,
             "prefix_chunks": self._shape.chunks,
             "prefixes": self._shape.prefixes,
+            "ram_cap_bytes": self._shape.ram_cap_bytes,
             "volumes": len(self._place.volumes),
             "file_system": file_system(self._place.directories[0]),
             "ceiling_in_flight": rawdisk.IN_FLIGHT,
@@ -272,20 +271,21 @@ class Prefixes:
         case = self._case("put_durable", params)
         extent_state = _Extents(self._place, self._shape.prefix_bytes)
         converted: list[float | None] = []
+        warming = self._shape.warming - 1  # the round that does not count is the last of them
 
         def work(number: int, flipped: bool) -> tuple[float, float]:
             with contextlib.closing(self._new_files()) as raw:
                 before = extent_state.now()
-                figures = self._put_round(case, number + WARMING - 1, raw, flipped)
+                figures = self._put_round(case, number + warming, raw, flipped)
                 converted.append(extent_state.since(before))
                 return figures
 
         if not self._settings.puts:
             self._learn(say)
             return []
-        for number in range(WARMING - 1):
+        for number in range(warming):
             self._put(number)
-        rounds.rates(case, self._shape.prefixes - WARMING, work, say)
+        rounds.rates(case, self._shape.prefixes - warming - 1, work, say)
         case.params["extents"] = _state(converted)
         return [case]
 

@@ -12,13 +12,11 @@ from kvstored.bench.processes import BenchError
 from kvstored.bench.report import MIN_ROUNDS
 from kvstored.tiers.nvme import layout
 
-WARMING = 3
-"""Puts that make the RAM tier take all the memory it will have."""
-
-MIN_PREFIXES = WARMING + MIN_ROUNDS
-"""More than twice what the RAM tier holds; and a put of each makes the rounds that must be."""
+RAM_BYTES = 1 << 30
+"""The RAM tier's default cap, which the daemon gets where the sizes allow."""
 
 MOST_DISK_BYTES = 12 << 30
+_LEAST_IN_RAM, _MOST_IN_RAM = 2.5, 8.0  # prefixes
 _MEMORY_COPIES = 6  # RAM tier 2.5, source, destination, the ceiling's segment, and something over
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -41,20 +39,33 @@ class Shape:
 
     @property
     def ram_cap_bytes(self) -> int:
-        """A RAM tier of two and a half prefixes."""
-        return self.prefix_bytes * 5 // 2
+        """The default, but at least two and a half prefixes, and at most eight."""
+        least, most = (int(times * self.prefix_bytes) for times in (_LEAST_IN_RAM, _MOST_IN_RAM))
+        return max(least, min(RAM_BYTES, most))
+
+    @property
+    def warming(self) -> int:
+        """Puts until the RAM tier has taken all the memory it will have."""
+        return -(-self.ram_cap_bytes // self.prefix_bytes)
+
+    @property
+    def least_prefixes(self) -> int:
+        """More than the RAM tier holds; and a put of each makes the rounds that must be."""
+        return self.warming + MIN_ROUNDS
 
 
-def shape_of(object_bytes: int, wanted_chunks: int, wanted_prefixes: int, disk_bytes: int) -> Shape:
-    """As asked for, or as fits: at first fewer prefixes, then fewer chunks.
+def shape_of(object_bytes: int, wanted_chunks: int, wanted_rounds: int, disk_bytes: int) -> Shape:
+    """As asked for, or as fits: at first fewer prefixes, and so fewer rounds of filling, then fewer
+    chunks.
 
     `disk_bytes`: what there is for a volume that could hold everything and the ceiling's files.
     Raises BenchError where not even one chunk fits.
     """
     chunks = payloads.chunks_that_fit(wanted_chunks, _MEMORY_COPIES * object_bytes)
     while chunks:
-        most = max(MIN_PREFIXES, wanted_prefixes)
-        for prefixes in range(most, MIN_PREFIXES - 1, -1):
+        probe = Shape(object_bytes, chunks, 0, 0)
+        most = max(probe.least_prefixes, probe.warming + wanted_rounds)
+        for prefixes in range(most, probe.least_prefixes - 1, -1):
             cap_bytes = cap_for(object_bytes, chunks * prefixes)
             # Beside the volume: the file that is read and overwritten, and one that is new.
             if cap_bytes + 2 * chunks * object_bytes <= disk_bytes:

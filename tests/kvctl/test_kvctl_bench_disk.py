@@ -121,18 +121,18 @@ def test_memory_is_no_disk() -> None:
 def test_shapes_fit_the_disk_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstored.bench.payloads.memory_allowed", lambda: (64 << 30, "a test"))
     for size in (MIB, 4 * MIB, 16 * MIB):
-        shape = diskshape.shape_of(size, 64, 14, 12 << 30)
+        shape = diskshape.shape_of(size, 64, 11, 12 << 30)
         assert shape.chunks == 64
-        assert shape.prefixes >= diskshape.MIN_PREFIXES
+        assert shape.prefixes >= shape.warming + 5
         assert shape.volume_cap_bytes + 2 * shape.prefix_bytes <= 12 << 30
-        assert shape.prefixes > 2 * shape.ram_cap_bytes / shape.prefix_bytes
-    less = diskshape.shape_of(16 * MIB, 64, 14, 1 << 30)
-    assert less.prefixes == diskshape.MIN_PREFIXES
+        assert shape.prefixes > shape.ram_cap_bytes / shape.prefix_bytes + 4
+    less = diskshape.shape_of(16 * MIB, 64, 11, 1 << 30)
+    assert less.prefixes == less.warming + 5
     assert 1 <= less.chunks < 64
     monkeypatch.setattr("kvstored.bench.payloads.memory_allowed", lambda: (2 << 30, "a test"))
-    assert diskshape.shape_of(16 * MIB, 64, 14, 12 << 30).chunks == 10
+    assert diskshape.shape_of(16 * MIB, 64, 11, 12 << 30).chunks == 10
     with pytest.raises(BenchError, match="too little"):
-        diskshape.shape_of(16 * MIB, 64, 14, 64 * MIB)
+        diskshape.shape_of(16 * MIB, 64, 11, 64 * MIB)
 
 
 def test_a_payload_is_split_as_the_devices_are_fast() -> None:

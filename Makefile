@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture clean
+.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture powerloss clean
 
 deps: $(STAMP)
 
@@ -55,6 +55,10 @@ mutants: deps
 # test` has a short form of both.
 local-torture: deps
 	PYTHONPATH=tests $(BIN)/python tests/local/torture.py
+
+# Cuts the power, simulated, at every sync of random runs of a volume. `make test` has a short form.
+powerloss: deps
+	KVSTORED_POWERLOSS_LOOPS=30 $(BIN)/python -m pytest tests/tiers/test_nvme_powerloss.py
 
 bench: deps
 	$(BIN)/kvctl bench remote --json

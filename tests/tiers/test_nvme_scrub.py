@@ -201,6 +201,25 @@ async def test_places_that_change_hands_meanwhile(
     assert scrub.volume.listings > 2, "it looked again at what it did not find"
 
 
+async def test_nothing_is_dropped_once_it_is_closed(
+    tmp_path: Path, opened: Callable[..., Any]
+) -> None:
+    """The place may mean something else by then."""
+    await make_volume(tmp_path, [MIB])
+    rot_slot(tmp_path, MIB)
+    scrub = await opened()
+    closing: list[asyncio.Task[None]] = []
+
+    async def close() -> None:
+        closing.append(asyncio.create_task(scrub.scrubber.close()))
+        await asyncio.sleep(0)
+
+    scrub.volume.between = close
+    await scrub.run()
+    await closing[0]
+    assert scrub.rotten == []
+
+
 async def test_read_that_is_wrong_once(tmp_path: Path, opened: Callable[..., Any]) -> None:
     """A bit lost on the way is no rot; the object is counted as scrubbed in a later pass."""
     await make_volume(tmp_path)

@@ -301,12 +301,13 @@ class Scrubber:
 
         It may have been deleted since it was listed, and its place given to another. A sequence
         belongs to one object: where the record is still the same after the read, and the place can
-        be read, it was that object all the time.
+        be read, it was that object all the time. Once the scrub is being closed nothing is: the
+        volume's next life may have begun, and its places are other objects'.
         """
         if await self._volume.read(self._wanted([one])) != [ReadOutcome.CORRUPT]:
             return False
         again = await self._volume.list_after(one.place - 1, 1)
-        return again == [one] and self._volume.is_live(one.place)
+        return not self._closing and again == [one] and self._volume.is_live(one.place)
 
     def _drop(self, one: Listed) -> None:
         _log.error("scrub: the object at place %#x is rotten; it is dropped", one.place)

@@ -20,6 +20,7 @@ from kvstored.tiers.nvme.volume import DATA, SUPERBLOCK
 SCRATCH = "probe"
 _MIB = 1 << 20
 _MOST_BYTES = 16 * _MIB
+_LEAST_BYTES = 4 * _MIB  # less says nothing
 _MOST_S = 0.4
 _AT_ONCE = 4
 
@@ -87,13 +88,13 @@ def _open(files: Files, path: Path, flags: int) -> int:
 
 def measure(data: DataFile, region: int) -> tuple[float, float]:
     """Bytes per second that the device reads and writes, several transfers at a time, in a region
-    that nothing is in. Takes about a second at most; raises OSError.
+    that nothing is in; 0.0 where that is too small. Takes about a second at most; raises OSError.
 
     What is written there is random, so that nobody compresses it away, and no slot header.
     """
     offset = data.superblock.region_offset(region)
     size = min(data.superblock.region_bytes, _MOST_BYTES) // _MIB * _MIB
-    if not size:
+    if size < _LEAST_BYTES:
         return 0.0, 0.0
     block = aligned_block(_MIB)
     block[:] = secrets.token_bytes(_MIB)

@@ -525,12 +525,13 @@ class Volumes:
             gone = merging.doomed(moved.found, self.away.pending(member.uuid))
             await move.hand_over(moved, ~gone)
             member.detail = f"{move.seen} of {len(found.place)} objects seen, {move.moved} moved"
+        await self.away.void(member.uuid)
         member.take_out()
-        await self._note_drained(member)
         try:
             await tier.close()
         except FAILURES as error:
             _log.warning("volume %s: %s", member.spec.name, error)
+        await self._note_drained(member)
 
     async def _note_drained(self, member: Member) -> None:
         """Durably: what the volume holds is void, and it is not used."""

@@ -20,6 +20,7 @@ from kvstored.datadir import DataDirectory
 from kvstored.errors import KvstoredError
 from kvstored.io.base import Files
 from kvstored.looplag import LoopLagProbe
+from kvstored.scrubbing import Scrubbing
 from kvstored.sdnotify import Notifier
 from kvstored.server.dispatcher import Dispatcher
 from kvstored.server.grpc_server import GrpcServer
@@ -34,15 +35,19 @@ from kvstored.server.metrics import (
     Snapshot,
     take_snapshot,
 )
+from kvstored.server.operators import volumes_reply
+from kvstored.server.status_page import Json, status_page
 from kvstored.stopping import StopWatch, leave
 from kvstored.store.store import Store
 from kvstored.supervise import OnDeath, Supervisor, TaskDeath
+from kvstored.tiers.nvme.tier import NvmeTier
 
 log = logging.getLogger("kvstored.daemon")
 
 EXIT_BUG = 1
 EXIT_MISTAKE = 2
 SNAPSHOT_TIMEOUT_S = 2.0
+END_SCRUBS_S = 2.0
 START_PING_S = 5.0
 START_EXTENSION_S = 30.0
 
@@ -68,6 +73,7 @@ class Daemon:
         self._supervisor = Supervisor(self._task_died)
         self._store: Store | None = None
         self._opened = False
+        self._scrubbing: Scrubbing | None = None
         self._grpc: GrpcServer | None = None
         self._local: LocalServer | None = None
         self._http: HttpServer | None = None
@@ -135,7 +141,7 @@ class Daemon:
         http = settings.listen.http
         if isinstance(http, Path):
             process.prepare_socket_directory(http.parent, "listen.http")
-        self._http = HttpServer(http, self._registry(), self._health())
+        self._http = HttpServer(http, self._registry(), self._health(), self._page)
         http_at = self._http.start()
 
         began = time.monotonic()
@@ -147,6 +153,10 @@ class Daemon:
         self._store = assembly.build_store(settings, self._supervisor, self._files)
         await self._store.open()
         self._opened = True
+        if isinstance(self._store.nvme, NvmeTier):
+            self._scrubbing = Scrubbing(
+                self._store.nvme, self._store.drop_rotten, settings.nvme.scrub_bytes_per_s
+            )
         frozen = process.freeze_heap()
 
         dispatcher = Dispatcher(
@@ -156,6 +166,7 @@ class Daemon:
             limits=assembly.build_limits(settings),
             durable=settings.nvme.enabled,
             local=settings.local.enabled,
+            volumes=self._scrubbing,
             observer=CallAccounts(self._store.accounts),
         )
         process.prepare_socket_directory(settings.listen.unix.parent, "listen.unix")
@@ -217,6 +228,9 @@ class Daemon:
             await self._step("close listeners", self._grpc.stop(min(5.0, self._left_s() / 2)))
         if self._local is not None:
             await self._step("end local sessions", self._local.stop(min(5.0, self._left_s() / 2)))
+        if self._scrubbing is not None:
+            left_s = min(END_SCRUBS_S, self._left_s() / 4)
+            await self._step("end scrubs", self._scrubbing.close(left_s))
         if self._store is not None and self._opened:
             report = await self._step("close store", self._store.close(0.9 * self._left_s()))
             if report is None:
@@ -282,8 +296,18 @@ class Daemon:
         not_written = store.writer.not_written if store.writer is not None else {}
         local = self._local.figures() if self._local is not None else LocalFigures()
         return take_snapshot(
-            store.accounts, store.status(), not_written, local, RamFigures.of(store.ram)
+            store.accounts,
+            store.status(),
+            not_written,
+            local,
+            RamFigures.of(store.ram),
+            volumes_reply(self._scrubbing),
         )
+
+    def _page(self) -> dict[str, Json]:
+        """What /status shows; as `_snapshot`."""
+        snapshot = self._snapshot()
+        return status_page(self.phase, snapshot.status, snapshot.volumes)
 
 
 async def _end(task: asyncio.Task[T]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvstored.kvctl.selection import Mistake, read_text
 from kvstored.kvctl.wire import Wire
+from kvstored.server.sockets import admin_socket_path
 from kvstored_client import KVClient, default_target
 
 
@@ -46,3 +48,17 @@ class Access:
     def wire(self) -> Wire:
         """The same for raw keys."""
         return Wire(self.target, self.namespace, self.token, self.timeout_s)
+
+    def operators_wire(self) -> Wire:
+        """The same for what only operators may ask."""
+        return Wire(self.operators_target, self.namespace, self.token, self.timeout_s)
+
+    @property
+    def operators_target(self) -> str:
+        """Where operators are known. Without a token that is the operators' socket alone; a caller
+        may have named it already.
+        """
+        if self.token is None and self.target.startswith("unix://"):
+            admin = admin_socket_path(Path(self.target.removeprefix("unix://")))
+            return f"unix://{admin}" if admin.exists() else self.target
+        return self.target

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvstored import __version__
-from kvstored.kvctl import fsck
+from kvstored.kvctl import fsck, volumes
 
 _CHUNKS = "chunks are named by --family and --token-ids, or by --fingerprint and --keys"
 
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
         ("usage", "what the namespace and its tenants hold"),
     ):
         commands.add_parser(name, help=text, description=text, parents=[common])
+    volumes.add(commands, common)
     _list(commands, common)
     _match(commands, common)
     _get(commands, common)

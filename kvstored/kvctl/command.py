@@ -9,16 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvstored.kvctl import arguments as command_line
-from kvstored.kvctl import chunks, fsck, text
+from kvstored.kvctl import chunks, fsck, text, volumes
 from kvstored.kvctl.access import Access
 from kvstored.kvctl.outcome import DONE, FAILED, WRONG_USAGE, Outcome, failure
 from kvstored.kvctl.selection import Mistake, hex_bytes
 from kvstored.kvctl.text import Json
-from kvstored.server.sockets import admin_socket_path
 from kvstored_client import KVStoredClientError
 from kvstored_client.errors import ConnectError, UsageError
 
@@ -64,12 +62,7 @@ def _carry_out(args: argparse.Namespace, access: Access) -> Outcome:
 
 
 def _status(_args: argparse.Namespace, access: Access) -> Outcome:
-    target = access.target
-    if access.token is None and target.startswith("unix://"):
-        # Without a token only the operators' socket answers; a caller may have named it already.
-        admin = admin_socket_path(Path(target.removeprefix("unix://")))
-        target = f"unix://{admin}" if admin.exists() else target
-    with access.client(target) as client:
+    with access.client(access.operators_target) as client:
         answer = asdict(client.status(timeout_s=access.timeout_s))
     return Outcome(DONE, answer, text.status(answer))
 
@@ -205,6 +198,8 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
 COMMANDS: dict[str, Callable[[argparse.Namespace, Access], Outcome]] = {
     "status": _status,
     "usage": _usage,
+    "volumes": volumes.volumes,
+    "scrub": volumes.scrub,
     "list": _list,
     "match": chunks.match,
     "get": chunks.get,

@@ -128,3 +128,52 @@ def put(answer: dict[str, Json]) -> str:
     line = f"stored {answer['stored']}, existed {answer['existed']}, refused {answer['refused']}"
     reason = " ".join(str(answer[k]) for k in ("reason", "detail") if answer[k])
     return f"{line}: {reason}" if reason else line
+
+
+def volumes(rows: list[dict[str, Json]], write_amplification: float) -> str:
+    """The volumes of the NVMe tier."""
+    if not rows:
+        return "there is no NVMe tier, hence no volume"
+    figures = ("charged_bytes", "footprint_bytes", "cap_bytes")
+    lines = table(
+        ("volume", "state", "charged", "footprint", "cap", "objects", "reads", "writes", "errors",
+         "mode", "directory"),
+        (
+            (
+                v["name"], v["state"], *(_bytes(dict(v), f) for f in figures), v["objects"],
+                _rate(v["read_bytes_per_s"]), _rate(v["write_bytes_per_s"]), _errors(v["errors"]),
+                v["mode"], v["directory"],
+            )
+            for v in rows
+        ),
+    )  # fmt: skip
+    said = [f"{v['name']}: {v['detail']}" for v in rows if v["detail"]]
+    ratio = f"write amplification {write_amplification:.3f}" if write_amplification else ""
+    return "\n\n".join(filter(None, (lines, "\n".join(said), ratio)))
+
+
+def _rate(value: Json) -> str:
+    assert isinstance(value, int | float)
+    return f"{size(value)}/s" if value else "-"
+
+
+def _errors(value: Json) -> str:
+    return ",".join(f"{row['stage']} {row['count']}" for row in _rows(value)) or "-"
+
+
+def scrubs(rows: list[dict[str, Json]]) -> str:
+    """What became of a scrub."""
+    return table(
+        ("volume", "scrub", "objects", "read", "rotten", "unreadable"),
+        (
+            (
+                row["volume"],
+                row["state"],
+                row["scrubbed_objects"],
+                _bytes(dict(row), "scrubbed_bytes"),
+                row["dropped_objects"],
+                row["unreadable_objects"],
+            )
+            for row in rows
+        ),
+    )

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from kvstored.kvctl.selection import Mistake
 from kvstored_client.failures import Failure
 from kvstored_client.identity import KVFamily
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -26,8 +27,13 @@ class Wire:
 
     def __init__(self, target: str, namespace: str, token: str | None, timeout_s: float) -> None:
         self._transport = BlockingTransport(target, token)
+        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self.namespace = namespace
+
+    def renew(self) -> None:
+        """Give the requests that follow their whole time again."""
+        self._deadline = time.monotonic() + self._timeout_s
 
     def close(self) -> None:
         """Disconnect."""
@@ -49,9 +55,11 @@ class Wire:
         return self.ask(methods.HELLO, request, pb.HelloReply)
 
     def ask(self, method: Method, request: Message, reply: type[_Reply]) -> _Reply:
-        """A unary request."""
+        """A unary request. Raises Mistake too, for one that no daemon could carry out."""
         answer = self._transport.run(Unary(method, request, self._deadline))
         if isinstance(answer, Failure):
+            if answer.code == pb.BAD_REQUEST:
+                raise Mistake(answer.detail)
             raise answer.to_exception()
         assert isinstance(answer, reply)
         return answer

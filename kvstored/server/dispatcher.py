@@ -20,7 +20,8 @@ from kvstored.errors import BadRequest, Draining, KvstoredError
 from kvstored.server import validation as check
 from kvstored.server.auth import Auth, Caller
 from kvstored.server.limits import KEY_BYTES, Limits
-from kvstored.server.ports import CallObserver, HoldSink, StorePort
+from kvstored.server.operators import Operators
+from kvstored.server.ports import CallObserver, HoldSink, StorePort, VolumesPort
 from kvstored.server.shares import Shares
 from kvstored.store.api import Leased, Run
 from kvstored_client.proto import admin_pb2 as admin
@@ -36,7 +37,8 @@ class Dispatcher:
     """Serves the verbs from an opened store.
 
     `salts` maps each namespace to its 32-byte salt. `durable` says that a persistent tier is
-    configured, `local` that local sessions are served. `observer` hears of every call that ended.
+    configured, `local` that local sessions are served. `volumes` are those of the NVMe tier, where
+    there is one. `observer` hears of every call that ended.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Dispatcher:
         limits: Limits | None = None,
         durable: bool = False,
         local: bool = False,
+        volumes: VolumesPort | None = None,
         observer: CallObserver | None = None,
     ) -> None:
         missing = [n for n in auth.namespaces if len(salts.get(n, b"")) != KEY_BYTES]
@@ -56,6 +59,7 @@ class Dispatcher:
             raise ValueError(msg)
         self.store = store
         self.auth = auth
+        self.operators = Operators(self, volumes)
         self.limits = limits or Limits()
         retry_ms = self.limits.retry_after_ms
         self.calls = Shares(self.limits.max_running_calls, "calls", retry_ms)

@@ -75,6 +75,11 @@ class Calls:
             methods.LIST: self._unary(pb.ListRequest, d.list),
             methods.USAGE: self._unary(pb.UsageRequest, d.usage),
             methods.STATUS: self._unary(admin.StatusRequest, d.status),
+            methods.LIST_VOLUMES: self._unary(admin.ListVolumesRequest, d.operators.list_volumes),
+            methods.DRAIN_VOLUME: self._unary(
+                admin.DrainVolumeRequest, d.operators.drain_volume, Waits.OUTCOME
+            ),
+            methods.SCRUB: self._unary(admin.ScrubRequest, d.operators.scrub),
             methods.ACQUIRE: grpc.unary_stream_rpc_method_handler(_unimplemented),
             methods.RESERVE: grpc.unary_unary_rpc_method_handler(_unimplemented),
             methods.COMMIT: grpc.unary_unary_rpc_method_handler(_unimplemented),

@@ -148,8 +148,8 @@ class GrpcServer:
             port = self._bind(Transport.TCP, self._tcp_address)
         for server in self._servers:
             await server.start()
-        for socket in self._sockets:
-            socket.publish()
+        for socket in reversed(self._sockets):
+            socket.publish()  # operators' first: whoever finds the engines' must find theirs
         return port
 
     def _bind(self, transport: Transport, address: str) -> int:

@@ -1,7 +1,7 @@
-"""/metrics, /healthz and /readyz, in a thread of their own.
+"""/metrics, /status, /healthz and /readyz, in a thread of their own.
 
 Probes must be answered while the verbs' loop is busy or stuck: that is when somebody looks. Nothing
-here touches the store; the metrics' collector asks the loop for a snapshot with a bounded wait.
+here touches the store; metrics and status ask the loop for a snapshot with a bounded wait.
 """
 
 from __future__ import annotations
@@ -55,8 +55,14 @@ class Health:
         return self.alive() and self.phase() == "ready"
 
 
-def make_app(registry: CollectorRegistry, health: Health) -> WSGIApplication:
-    """The router, as a WSGI application."""
+Page = Callable[[], Mapping[str, object]]
+"""Makes what /status shows. Raises TimeoutError when the verbs' loop is stuck."""
+
+
+def make_app(
+    registry: CollectorRegistry, health: Health, page: Page | None = None
+) -> WSGIApplication:
+    """The router, as a WSGI application. `page` None: there is no /status."""
     # Compressing on the daemon's cores costs more than loopback bytes do.
     metrics = make_wsgi_app(registry, disable_compression=True)
 
@@ -75,7 +81,10 @@ def make_app(registry: CollectorRegistry, health: Health) -> WSGIApplication:
                 "200 OK" if good else "503 Service Unavailable",
                 {"phase": health.phase(), "loop_silent_s": round(health.loop_silent_s(), 3)},
             )
-        here = {"error": f"nothing at {path}", "try": ["/metrics", "/healthz", "/readyz"]}
+        if path == "/status" and page is not None:
+            return _page(page, start_response)
+        there = ["/metrics", "/healthz", "/readyz", *(["/status"] if page is not None else [])]
+        here = {"error": f"nothing at {path}", "try": there}
         return _answer(start_response, "404 Not Found", here)
 
     return app
@@ -86,13 +95,26 @@ def _metrics(
 ) -> Iterable[bytes]:
     try:
         return metrics({**environ, "REQUEST_METHOD": "GET"}, start_response)
-    except TimeoutError:
-        # Old figures would look like an idle daemon: none at all shows as a failed scrape.
-        body = {"error": "the verbs' loop does not answer"}
-    except Exception:
-        log.exception("the metrics could not be rendered")
-        body = {"error": "the metrics could not be rendered; see the log"}
-    return _answer(start_response, "503 Service Unavailable", body)
+    except Exception as error:
+        return _no_figures(error, start_response)
+
+
+def _page(page: Page, start_response: StartResponse) -> Iterable[bytes]:
+    try:
+        body = page()
+    except Exception as error:
+        return _no_figures(error, start_response)
+    return _answer(start_response, "200 OK", body)
+
+
+def _no_figures(error: Exception, start_response: StartResponse) -> Iterable[bytes]:
+    # Old figures would look like an idle daemon: none at all shows as a failed scrape.
+    if isinstance(error, TimeoutError):
+        what = "the verbs' loop does not answer"
+    else:
+        log.error("the figures could not be rendered", exc_info=error)
+        what = "the figures could not be rendered; see the log"
+    return _answer(start_response, "503 Service Unavailable", {"error": what})
 
 
 def _answer(start_response: StartResponse, status: str, body: Mapping[str, object]) -> list[bytes]:
@@ -160,10 +182,14 @@ class HttpServer:
     """Serves the router on one address. Methods may be called from any thread."""
 
     def __init__(
-        self, address: TcpAddress | Path, registry: CollectorRegistry, health: Health
+        self,
+        address: TcpAddress | Path,
+        registry: CollectorRegistry,
+        health: Health,
+        page: Page | None = None,
     ) -> None:
         self._address = address
-        self._app = make_app(registry, health)
+        self._app = make_app(registry, health, page)
         self._server: _Server | None = None
         self._unix: UnixSocket | None = None
 

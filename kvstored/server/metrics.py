@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvstored import __version__
 from kvstored.looplag import LoopLag
 from kvstored.server.local.figures import LocalFigures
+from kvstored.server.metric_families import counter, gauge
+from kvstored.server.volume_metrics import volume_metrics
 from kvstored.store.accounting import LATENCY_BUCKETS_S, Accounts, Amount, Histogram, Holding
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.proto import admin_pb2 as admin
@@ -65,6 +62,7 @@ class Snapshot:
     recovery_dropped: Mapping[str, int] = field(default_factory=dict)
     not_written: Mapping[str, int] = field(default_factory=dict)
     status: admin.StatusReply = field(default_factory=admin.StatusReply)
+    volumes: admin.ListVolumesReply = field(default_factory=admin.ListVolumesReply)
     local: LocalFigures = field(default_factory=LocalFigures)
     ram: RamFigures = field(default_factory=lambda: RamFigures(0, 0))
 
@@ -75,6 +73,7 @@ def take_snapshot(
     not_written: Mapping[str, int],
     local: LocalFigures,
     ram: RamFigures,
+    volumes: admin.ListVolumesReply | None = None,
 ) -> Snapshot:
     """Copy what the renderer needs. Belongs to the verbs' loop; costs no more than the copies.
 
@@ -95,6 +94,7 @@ def take_snapshot(
         recovery_dropped=dict(accounts.recovery_dropped),
         not_written=dict(not_written),
         status=status,
+        volumes=volumes or admin.ListVolumesReply(),
         local=local,
         ram=ram,
     )
@@ -140,26 +140,27 @@ class MetricsCollector(Collector):
         yield from _traffic_metrics(snapshot)
         yield from _content_metrics(snapshot)
         yield from _tier_metrics(snapshot.status)
+        yield from volume_metrics(snapshot.volumes)
         yield from _memory_metrics(snapshot)
         yield _latency_metric(snapshot.latencies)
 
 
 def _daemon_metrics(sources: MetricsSources) -> Iterator[Metric]:
     lag = sources.lag()
-    yield _gauge("kvstored_info", "Version of the daemon.", ["version"], [((__version__,), 1)])
+    yield gauge("kvstored_info", "Version of the daemon.", ["version"], [((__version__,), 1)])
     yield GaugeMetricFamily(
         "kvstored_start_time_seconds", "Unix time at which the daemon began.", sources.started_s
     )
     yield GaugeMetricFamily(
         "kvstored_ready", "1 while the daemon serves.", float(sources.phase() == "ready")
     )
-    yield _gauge(
+    yield gauge(
         "kvstored_loop_lag_seconds",
         "Lateness of the verbs' loop over the last minute; quantile 1 is the greatest.",
         ["quantile"],
         [(("0.5",), lag.p50_s), (("0.99",), lag.p99_s), (("1",), lag.max_s)],
     )
-    yield _counter(
+    yield counter(
         "kvstored_task_restarts",
         "Background tasks that died and were started again.",
         ["task"],
@@ -170,37 +171,37 @@ def _daemon_metrics(sources: MetricsSources) -> Iterator[Metric]:
 def _traffic_metrics(now: Snapshot) -> Iterator[Metric]:
     hit, miss = ["namespace", "tenant", "model", "tier"], ["namespace", "tenant", "model", "reason"]
     for unit, figure in (("chunks", _chunks), ("tokens", _tokens), ("bytes", _nbytes)):
-        yield _counter(
+        yield counter(
             f"kvstored_hit_{unit}",
             f"Hits in {unit}: verified and handed to the transport in full.",
             hit,
             [(key, figure(amount)) for key, amount in now.hits.items()],
         )
-        yield _counter(
+        yield counter(
             f"kvstored_miss_{unit}",
             f"Misses in {unit}, by reason.",
             miss,
             [(key, figure(amount)) for key, amount in now.misses.items()],
         )
-    yield _counter(
+    yield counter(
         "kvstored_put_objects",
         "Objects offered by puts, by what became of them.",
         ["namespace", "tenant", "outcome"],
         now.puts.items(),
     )
-    yield _counter(
+    yield counter(
         "kvstored_call_errors",
         "Calls answered with an error.",
         ["verb", "code"],
         now.errors.items(),
     )
-    yield _counter(
+    yield counter(
         "kvstored_conflicts",
         "Objects put again with another checksum; the first bytes stand.",
         ["namespace"],
         [((namespace,), count) for namespace, count in now.conflicts.items()],
     )
-    yield _counter(
+    yield counter(
         "kvstored_checksum_failures",
         "Objects whose bytes were not those stored; dropped.",
         ["tier"],
@@ -212,45 +213,45 @@ def _content_metrics(now: Snapshot) -> Iterator[Metric]:
     tenant_tier = ["namespace", "tenant", "tier"]
     leaving = ["namespace", "tier", "reason"]
     for unit, figure in (("objects", _chunks), ("bytes", _nbytes)):
-        yield _counter(
+        yield counter(
             f"kvstored_stored_{unit}",
             f"Stored in a tier since the start, in {unit}.",
             tenant_tier,
             [(key, figure(amount)) for key, amount in now.stored.items()],
         )
-        yield _counter(
+        yield counter(
             f"kvstored_evicted_{unit}",
             f"Left a tier since the start, in {unit}, by reason.",
             leaving,
             [(key, figure(amount)) for key, amount in now.evicted.items()],
         )
-    yield _counter(
+    yield counter(
         "kvstored_not_written_objects",
         "Objects that the persistent tier did not take and that stayed in RAM only, by reason.",
         ["reason"],
         [((reason,), count) for reason, count in now.not_written.items()],
     )
     held = now.held.items()
-    yield _gauge(
+    yield gauge(
         "kvstored_tenant_charged_bytes",
         "Bytes charged to a tenant in a tier, with padding.",
         tenant_tier,
         [(key, holding.charged_bytes) for key, holding in held],
     )
-    yield _gauge(
+    yield gauge(
         "kvstored_tenant_objects",
         "Objects of a tenant in a tier.",
         tenant_tier,
         [(key, holding.objects) for key, holding in held],
     )
     # Grows by itself while bytes are held, hence not declared a counter.
-    yield _gauge(
+    yield gauge(
         "kvstored_tenant_byte_seconds",
         "Integral over time of kvstored_tenant_charged_bytes since the start.",
         tenant_tier,
         [(key, holding.byte_seconds) for key, holding in held],
     )
-    yield _gauge(
+    yield gauge(
         "kvstored_recovery_dropped_objects",
         "Objects found at the last start that could not be kept, by reason.",
         ["reason"],
@@ -266,14 +267,14 @@ def _tier_metrics(status: admin.StatusReply) -> Iterator[Metric]:
         ("objects", "Objects in a tier."),
     ):
         rows = [((tier.name,), float(getattr(tier, name))) for tier in status.tiers]
-        yield _gauge(f"kvstored_tier_{name}", help_text, ["tier"], rows)
-    yield _gauge(
+        yield gauge(f"kvstored_tier_{name}", help_text, ["tier"], rows)
+    yield gauge(
         "kvstored_tier_healthy",
         "1 while a tier says that it is well.",
         ["tier"],
         [((tier.name,), tier.health == "ok") for tier in status.tiers],
     )
-    yield _gauge(
+    yield gauge(
         "kvstored_tier_info",
         "How a tier moves bytes.",
         ["tier", "mode"],
@@ -284,7 +285,7 @@ def _tier_metrics(status: admin.StatusReply) -> Iterator[Metric]:
         ("charged_bytes", "Bytes charged to a namespace in a tier, with padding."),
     ):
         rows2 = [((n.name, n.tier), float(getattr(n, name))) for n in status.namespaces]
-        yield _gauge(f"kvstored_namespace_{name}", help_text, ["namespace", "tier"], rows2)
+        yield gauge(f"kvstored_namespace_{name}", help_text, ["namespace", "tier"], rows2)
     for name, help_text in (
         ("chunks", "Chunks held in any tier."),
         ("dirty_bytes", "Accepted and not yet durable."),
@@ -323,7 +324,7 @@ def _memory_metrics(now: Snapshot) -> Iterator[Metric]:
         ),
     ):
         yield GaugeMetricFamily(f"kvstored_{name}", help_text, float(value))
-    yield _counter(
+    yield counter(
         "kvstored_local_sessions_ended",
         "Local sessions that are over, by what ended them.",
         ["reason"],
@@ -357,22 +358,3 @@ def _tokens(amount: Amount) -> int:
 
 def _nbytes(amount: Amount) -> int:
     return amount.nbytes
-
-
-def _counter(
-    name: str, help_text: str, labels: list[str], rows: Iterable[tuple[tuple[str, ...], float]]
-) -> Metric:
-    """A counter family; the text form adds "_total" to its name."""
-    family = CounterMetricFamily(name, help_text, labels=labels)
-    for key, value in rows:
-        family.add_metric(key, value)
-    return family
-
-
-def _gauge(
-    name: str, help_text: str, labels: list[str], rows: Iterable[tuple[tuple[str, ...], float]]
-) -> Metric:
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for key, value in rows:
-        family.add_metric(key, value)
-    return family

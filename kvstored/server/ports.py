@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstored.server.auth import Auth, Caller
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import (
     Family,
@@ -19,8 +22,12 @@ from kvstored.store.api import (
     Received,
     Run,
 )
+from kvstored.tiers.nvme.scrub import ScrubStatus
+from kvstored.tiers.nvme.status import VolumeStatus
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
+
+T = TypeVar("T")
 
 
 class GetStreamPort(Protocol):
@@ -142,3 +149,37 @@ class CallObserver(Protocol):
 
     def call_ended(self, verb: str, outcome: str, seconds: float, tier: str) -> None:
         """`outcome`: "ok" or the ErrorCode's name. `tier`: slowest tier read, or ""."""
+
+
+class VolumesPort(Protocol):
+    """What operators may see and do of volumes; `kvstored.tiers.nvme.tier.NvmeTier` fulfils it."""
+
+    def volumes(self) -> list[VolumeStatus]:
+        """Each volume as it is now, by number."""
+
+    async def drain(self, name: str) -> None:
+        """Begin to drain; UnknownVolume, LastVolume, DataDirectoryError."""
+
+    def scrub_status(self, number: int) -> ScrubStatus | None:
+        """Where the scrub of a volume stands; None while the volume is away."""
+
+    def scrub(self, number: int, rate_bytes_per_s: int) -> asyncio.Future[ScrubStatus] | None:
+        """Begin a pass now, at a rate (0: as fast as it goes); done when it has ended. None for a
+        volume that is away.
+        """
+
+
+class OperatorHost(Protocol):
+    """What operators' verbs share with the others; the dispatcher fulfils it."""
+
+    auth: Auth
+
+    @property
+    def draining(self) -> bool:
+        """Whether new calls are refused."""
+
+    def observed(self, verb: str, caller: Caller) -> AbstractContextManager[None]:
+        """Report the call's outcome."""
+
+    async def finish(self, work: Coroutine[object, object, T]) -> T:
+        """Run work to its end although the caller may go."""

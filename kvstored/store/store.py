@@ -36,6 +36,7 @@ from kvstored.store.rates import Rates
 from kvstored.store.reading import GetStream
 from kvstored.store.residency import Residency, now_ms
 from kvstored.store.room import Room
+from kvstored.store.rotten import drop_rotten
 from kvstored.store.trash import Trash
 from kvstored.store.views import list_page, status_reply, usage_reply
 from kvstored.store.volumes import Volumes
@@ -193,6 +194,10 @@ class Store:
     async def volume_found(self, found: Recovered) -> None:
         """Hold what a volume that has come back has; see Tier.on_found."""
         await self._volumes.found(found)
+
+    def drop_rotten(self, place: int) -> bool:
+        """Drop what a scrub found rotten at a place of the NVMe tier; False: nothing is there."""
+        return drop_rotten(self.namespaces.values(), self.residency, self._trash, place)
 
     def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
         """Whether something is under way that needs the chunk to stay in the tier."""

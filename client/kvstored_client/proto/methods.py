@@ -110,6 +110,13 @@ DELETE = _unary("Delete", pb.DeleteRequest, pb.DeleteReply)
 LIST = _unary("List", pb.ListRequest, pb.ListReply)
 USAGE = _unary("Usage", pb.UsageRequest, pb.UsageReply)
 STATUS = _unary("Status", admin.StatusRequest, admin.StatusReply, ADMIN_SERVICE)
+LIST_VOLUMES = _unary(
+    "ListVolumes", admin.ListVolumesRequest, admin.ListVolumesReply, ADMIN_SERVICE
+)
+DRAIN_VOLUME = _unary(
+    "DrainVolume", admin.DrainVolumeRequest, admin.DrainVolumeReply, ADMIN_SERVICE
+)
+SCRUB = _unary("Scrub", admin.ScrubRequest, admin.ScrubReply, ADMIN_SERVICE)
 
 METHODS: tuple[Method, ...] = (
     HELLO,
@@ -128,5 +135,8 @@ METHODS: tuple[Method, ...] = (
     LIST,
     USAGE,
     STATUS,
+    LIST_VOLUMES,
+    DRAIN_VOLUME,
+    SCRUB,
 )
 """Every method of both services, in the order of the proto files."""

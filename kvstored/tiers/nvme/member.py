@@ -23,6 +23,7 @@ from kvstored.tiers.base import Recovered
 from kvstored.tiers.nvme import probe
 from kvstored.tiers.nvme.breaker import Breaker, Patience
 from kvstored.tiers.nvme.changes import IO_ERRORS
+from kvstored.tiers.nvme.failures import VolumeAway
 from kvstored.tiers.nvme.status import VolumeState, VolumeStatus
 from kvstored.tiers.nvme.volume_tier import VolumeTier
 from kvstored.tiers.nvme.watch import WatchedFiles
@@ -51,10 +52,6 @@ class VolumeSpec:
     cap_bytes: int
     drain: bool = False
     guarded: bool = True
-
-
-class VolumeAway(DataDirectoryError):
-    """A volume that is known is not where it was."""
 
 
 class Member:
@@ -143,7 +140,8 @@ class Member:
             write_bytes_per_s=self.write_bytes_per_s,
             errors=errors,
             read_bytes=tier.verified_bytes,
-            written_bytes=self.files.written_bytes,
+            written_bytes=tier.written_bytes,
+            accepted_bytes=tier.accepted_bytes,
             regions_total=total,
             regions_free=free,
             regions_abandoned=abandoned,

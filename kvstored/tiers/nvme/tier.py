@@ -125,6 +125,10 @@ class NvmeTier(Tier):
         """Each volume as it is now, by number."""
         return [m.status() for m in self._members]
 
+    def volume(self, number: int) -> VolumeTier | None:
+        """The objects of one volume; None while it is away. Its next life has another."""
+        return self._members[number].tier
+
     # ---- life ---------------------------------------------------------------------------------
 
     async def open(self) -> Recovered:
@@ -275,7 +279,7 @@ class NvmeTier(Tier):
     async def forget(self, namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
         """See Tier. Raises DeleteNotDurable where it cannot be noted."""
         if not self._down:
-            await self._volumes.forget(namespace, family, keys)
+            await self._volumes.deletes.forget(namespace, family, keys)
 
     async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
         """See Tier. Every volume keeps it; one that is away, when it is back."""

@@ -64,7 +64,8 @@ def run(settings: Settings, say: Say) -> list[Case]:
     disk_bytes = settings.disk_bytes or min(map(disk_there_is, places)) // len(places)
     cases: list[Case] = []
     for size in settings.object_bytes:
-        shape = shape_of(size, settings.prefix_chunks, settings.rounds, disk_bytes)
+        fills = settings.rounds if settings.puts else MIN_ROUNDS
+        shape = shape_of(size, settings.prefix_chunks, fills, disk_bytes)
         try:
             cases += _measure(settings, shape, places, say)
         except OSError as error:

@@ -55,8 +55,22 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="at least 5 (7)")
     parser.add_argument("--chunks", type=int, default=64, metavar="N", help="of the prefix (64)")
     parser.add_argument("--object-mib", default="4", metavar="N,N", help="of objects (4)")
+    parser.add_argument(
+        "--speeds",
+        type=_speeds,
+        action="append",
+        metavar="N,N,N,N",
+        help="of the disks, in MB/s; repeatable (100,100,100,100 and 50,100,150,200)",
+    )
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)  # the cgroup's version
     return parser.parse_args()
+
+
+def _speeds(words: str) -> tuple[int, ...]:
+    found = tuple(map(int, words.split(",")))
+    if len(found) != len(SPEEDS[0]) or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{words}: four numbers of at least 1")
+    return found
 
 
 def _outside(args: argparse.Namespace) -> int:
@@ -69,6 +83,8 @@ def _outside(args: argparse.Namespace) -> int:
         words = ["--rounds", str(args.rounds), "--chunks", str(args.chunks)]
         words += ["--object-mib", args.object_mib, "--directory", str(directory)]
         words += ["--inside", str(group.version), *(["--json"] if args.json else [])]
+        for speeds in args.speeds or SPEEDS:
+            words += ["--speeds", ",".join(map(str, speeds))]
         command = tied([sys.executable, "-m", "kvstored.bench.striping", *words])
         return subprocess.run(command, pass_fds=(keep,), check=False).returncode
 
@@ -82,7 +98,7 @@ def _inside(args: argparse.Namespace) -> list[Case]:
     size = int(disk_bytes * _OVERHEAD) + 64 * MIB
     disks = [throttle.disk(directory, f"disk{n}", size) for n in range(len(SPEEDS[0]))]
     cases: list[Case] = []
-    for speeds in SPEEDS:
+    for speeds in args.speeds:
         _say(f"four disks of {', '.join(map(str, speeds))} MB/s")
         group.limit(disks, [speed * 1_000_000 for speed in speeds])
         settings = disk.Settings(

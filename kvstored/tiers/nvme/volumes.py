@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
-from collections import deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import lmdb
 import numpy as np
 
-from kvstored.errors import DataDirectoryError, KvstoredError
+from kvstored.errors import KvstoredError
 from kvstored.io.base import Files
 from kvstored.tiers.base import Recovered, Tier
 from kvstored.tiers.nvme import draining, merging
 from kvstored.tiers.nvme.away import Away, unseen
 from kvstored.tiers.nvme.breaker import Patience
-from kvstored.tiers.nvme.member import Member, VolumeAway
-from kvstored.tiers.nvme.registry import Known, Tombstone
+from kvstored.tiers.nvme.deletes import Deletes
+from kvstored.tiers.nvme.failures import FAILURES, may_mend
+from kvstored.tiers.nvme.member import Member
+from kvstored.tiers.nvme.registry import Known
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
 _log = logging.getLogger(__name__)
 
-FAILURES = (KvstoredError, OSError, lmdb.Error)
 _PURGE_AT_ONCE = 1024
-_RECENT_S = 120.0
-MOST_RECENT = 100_000
 
 
 class UnknownVolume(KvstoredError):
@@ -45,17 +41,6 @@ class UnknownVolume(KvstoredError):
 
 class LastVolume(KvstoredError):
     """The only volume that takes objects cannot be drained."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recent:
-    """A delete of a moment ago: a volume that fails now may not have it, durably, yet."""
-
-    at: float
-    namespace: str
-    family: bytes
-    keys: Sequence[bytes]
-    through: dict[int, int]  # volume number -> sequence
 
 
 class Volumes:
@@ -75,9 +60,7 @@ class Volumes:
         self._patience = patience
         self.away = Away(files, registry, patience.stuck_after_s)
         self._families: dict[tuple[str, bytes], bytes] = {}
-        self._recent: deque[_Recent] = deque()
-        self._recent_keys = 0
-        self._overflowed_at = -_RECENT_S
+        self.deletes = Deletes(self.away, members)
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = True
         self._ready = asyncio.Event()
@@ -113,7 +96,7 @@ class Volumes:
         for member, error in failed.items():
             member.detail = str(error)
             _log.error("volume %s is lost: %s", member.spec.name, error)
-        if failed and not found and not late and not any(map(_may_mend, failed.values())):
+        if failed and not found and not late and not any(map(may_mend, failed.values())):
             await self.close()
             raise next(iter(failed.values()))
         for member in first:
@@ -321,21 +304,8 @@ class Volumes:
         broken = member.changes if member.reads.closed else member.reads
         member.state, member.detail = VolumeState.SUSPECT, broken.detail
         _log.error("volume %s is suspect: %s", member.spec.name, broken.detail)
-        member.recording = asyncio.get_running_loop().create_task(self._record(member))
+        member.recording = asyncio.get_running_loop().create_task(self.deletes.record(member))
         member.recording.add_done_callback(_tell_failure)
-
-    async def _record(self, member: Member) -> None:
-        """Note recent deletes for a volume. Raises DeleteNotDurable."""
-        if time.monotonic() - self._overflowed_at < _RECENT_S:
-            await self.away.void(member.uuid)
-            return
-        stones = [
-            Tombstone(recent.namespace, recent.family, key, recent.through[member.number])
-            for recent in self._recent
-            if member.number in recent.through
-            for key in recent.keys
-        ]
-        await self.away.add(member.uuid, stones)
 
     async def recorded(self, member: Member) -> None:
         """Wait until the deletes that came before a volume's trouble are noted.
@@ -409,44 +379,7 @@ class Volumes:
                 _log.warning("volume %s: %s", member.spec.name, error)
         await self._revive(member)
 
-    # ---- deletes and families -----------------------------------------------------------------
-
-    async def forget(self, namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
-        """See NvmeTier.forget."""
-        if not keys:
-            return
-        present = {m.uuid: m for m in self._members if m.state is VolumeState.OK}
-        through = {m.number: m.tier.sequence for m in present.values() if m.tier is not None}
-        self._recent.append(_Recent(time.monotonic(), namespace, family, keys, through))
-        self._recent_keys += len(keys)
-        self._forget_old()
-        absent = self.away.absent(present)
-        if not absent:
-            return
-        stones = [Tombstone(namespace, family, key) for key in keys]
-        done = await asyncio.gather(
-            *(self.away.add(uuid, self._bounded(uuid, stones)) for uuid in absent),
-            return_exceptions=True,
-        )
-        for outcome in done:
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    def _bounded(self, uuid: str, stones: Sequence[Tombstone]) -> Sequence[Tombstone]:
-        """For a volume that is open but suspect: what it gets later is not meant."""
-        for member in self._members:
-            if member.uuid == uuid and member.tier is not None:
-                through = member.tier.sequence
-                return [replace(stone, through=through) for stone in stones]
-        return stones
-
-    def _forget_old(self) -> None:
-        now = time.monotonic()
-        while self._recent and self._recent[0].at < now - _RECENT_S:
-            self._recent_keys -= len(self._recent.popleft().keys)
-        while self._recent_keys > MOST_RECENT:
-            self._recent_keys -= len(self._recent.popleft().keys)
-            self._overflowed_at = now
+    # ---- families -----------------------------------------------------------------------------
 
     async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
         """See NvmeTier.remember_family."""
@@ -541,31 +474,6 @@ class Volumes:
             await self.away.remember(replace(known, empty=True, drained=True))
         member.state, member.detail = VolumeState.DRAINED, ""
         _log.warning("volume %s is drained", member.spec.name)
-
-
-_DEVICE_ERRORS = frozenset(
-    {
-        errno.EIO,
-        errno.ENODEV,
-        errno.ENXIO,
-        errno.ESTALE,
-        errno.ENOTCONN,
-        errno.ENOMEDIUM,
-        errno.ETIMEDOUT,
-        errno.EUCLEAN,
-        errno.EREMOTEIO,
-    }
-)
-
-
-def _may_mend(error: BaseException) -> bool:
-    """Whether waiting may mend what keeps a volume from being opened: its device, not a mistake."""
-    if isinstance(error, VolumeAway | lmdb.Error):
-        return True
-    cause = error.__cause__ if isinstance(error, DataDirectoryError) else error
-    return isinstance(cause, lmdb.Error) or (
-        isinstance(cause, OSError) and cause.errno in _DEVICE_ERRORS
-    )
 
 
 def _went_well(task: asyncio.Task[Recovered]) -> bool:

@@ -151,32 +151,33 @@ async def test_a_row_that_is_another_object_by_now_is_not_taken_for_the_old_one(
         assert store.accounts.checksum_failures["nvme"] == 0
 
 
-async def test_a_second_reader_of_a_batch_under_way_reads_nothing_again(tmp_path: Path) -> None:
+async def test_a_batch_that_ends_forgets_no_newer_load(tmp_path: Path) -> None:
     await fill(tmp_path, 4)
     files = RangeFiles()
-    async with gated_store(tmp_path, files) as store:
+    async with gated_store(tmp_path, files, ram_bytes=32 * MIB) as store:
         c = await client(store, size=SIZE)
         run = c.run(tokens(4))
         gate = files.gates[slot_of(store, c, 3)] = Gate()
         first = asyncio.ensure_future(c.get(run))
         await gate.reached.wait()
         await until_in_ram(store, c, 4, [0, 1, 2])
+        assert store._loader is not None
+        batch = set(store._loader._tasks)
         ns = store.namespaces["default"]
         rows = ns.index.find_many(run.packed)
         store.residency.evict_chunk(ns, int(rows[2]), TierKind.RAM)  # its batch goes on
-        stream = store.open_get(run, time.monotonic() + 60)
-        got: dict[int, bytes] = {}
-        second = asyncio.ensure_future(collect(stream, got))
-        await until_in_ram(store, c, 4, [0, 1, 2])
-        third = asyncio.ensure_future(c.get(run))
-        await asyncio.sleep(0)
+        again = files.gates[slot_of(store, c, 2)] = Gate()
+        second = asyncio.ensure_future(c.get(run))
+        await again.reached.wait()
         gate.set()
         assert (await first)[0] == {i: payload(i, SIZE) for i in range(4)}
-        await second
-        await stream.close()
-        assert got == (await third)[0] == {i: payload(i, SIZE) for i in range(4)}
+        await asyncio.wait(batch)
+        third = asyncio.ensure_future(c.get(run))
+        await asyncio.sleep(0)
+        again.set()
+        assert (await second)[0] == (await third)[0] == {i: payload(i, SIZE) for i in range(4)}
         assert isinstance(store.nvme, VolumeTier)
-        assert store.nvme.verified_bytes == 5 * SIZE
+        assert store.nvme.verified_bytes == 5 * SIZE, "no object is read for each who asks"
         assert store.ram.leased_bytes == 0
 
 

@@ -133,14 +133,6 @@ def test_clean_volume(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert state(whole) == before, "not a byte, not a time stamp"
 
 
-def test_opens_for_reading_alone(whole: Path) -> None:
-    files = Watched()
-    assert check(whole, files).clean
-    assert len(files.flags) >= 3
-    assert {flags & os.O_ACCMODE for flags in files.flags} == {os.O_RDONLY}
-    assert not any(flags & (os.O_CREAT | os.O_TRUNC) for flags in files.flags)
-
-
 def live_header(directory: Path, slot: Slot, seed: int) -> bytes:
     """Another whole header for the same slot, as an older write would have left it."""
     superblock = disk.Superblock.decode((directory / "superblock").read_bytes())
@@ -408,13 +400,20 @@ def test_copy_of_the_table_that_is_all_zeros(volume: Path) -> None:
     assert report.figures["objects_good"] == len(SMALL) + len(LARGE)
 
 
-def test_lmdb_files_that_are_cut_off(volume: Path) -> None:
+async def test_lmdb_files_that_are_cut_off_or_of_others(volume: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    await make_volume(other, [MIB])
     os.truncate(volume / "index" / "data.mdb", 3 * 4096)
     os.truncate(volume / "small" / "data.mdb", 0)
     report = check(volume)
     assert kinds(report) == {"index_unreadable": 1, "small_unreadable": 1}
     assert "are in use, the file has 12288 B" in detail(report, "index_unreadable")
     assert report.figures["objects_good"] == len(LARGE), "by their headers"
+    shutil.copy(other / "small" / "data.mdb", volume / "small" / "data.mdb")
+    report = Report("")
+    uuid = (volume / "superblock").read_bytes()[32:48]
+    assert environment.read_environment(volume, "small", uuid, report) is None
+    assert "another volume" in detail(report, "small_unreadable")
 
 
 def test_lmdb_file_that_kills_its_reader(
@@ -430,12 +429,6 @@ def test_lmdb_file_that_kills_its_reader(
     assert report.figures["objects_good"] == len(LARGE)
 
 
-def test_environments_of_others(volume: Path) -> None:
-    report = Report("")
-    assert environment.read_environment(volume, "index", b"\1" * 16, report) is None
-    assert "another volume" in detail(report, "index_unreadable")
-
-
 async def test_volume_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     await make_volume(tmp_path, [MIB])
     tier = make_tier(tmp_path)
@@ -449,12 +442,12 @@ async def test_volume_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         await tier.close()
 
 
-def test_daemon_cannot_start_meanwhile(whole: Path) -> None:
+def test_opens_for_reading_alone_and_no_daemon_can_start_meanwhile(whole: Path) -> None:
     refused = []
 
     class Meanwhile(Watched):
         def preadv(self, fd: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
-            other = super().open(whole / "LOCK", os.O_RDWR)
+            other = RealFiles.open(self, whole / "LOCK", os.O_RDWR)
             try:
                 super().lock(other)
             except BlockingIOError:
@@ -463,8 +456,12 @@ def test_daemon_cannot_start_meanwhile(whole: Path) -> None:
                 super().close(other)
             return super().preadv(fd, buffers, offset_bytes)
 
-    assert check(whole, Meanwhile()).clean
+    files = Meanwhile()
+    assert check(whole, files).clean
     assert len(refused) > len(LARGE)
+    assert len(files.flags) >= 3
+    assert {flags & os.O_ACCMODE for flags in files.flags} == {os.O_RDONLY}
+    assert not any(flags & (os.O_CREAT | os.O_TRUNC) for flags in files.flags)
 
 
 def newer(volume: Path) -> None:

@@ -114,6 +114,11 @@ class Member:
         """Whether what it holds is served, or will be in a moment."""
         return self.state in (VolumeState.OK, VolumeState.SUSPECT)
 
+    @property
+    def drained(self) -> bool:
+        """Whether it was given up, and is not to be opened."""
+        return self.state is VolumeState.DRAINED
+
     def status(self) -> VolumeStatus:
         """See VolumeStatus."""
         tier = self.tier

@@ -24,7 +24,7 @@ from kvstored.tiers.nvme import draining, merging
 from kvstored.tiers.nvme.away import Away, unseen
 from kvstored.tiers.nvme.breaker import Patience
 from kvstored.tiers.nvme.deletes import Deletes
-from kvstored.tiers.nvme.failures import FAILURES, may_mend
+from kvstored.tiers.nvme.failures import FAILURES, VolumeAway, may_mend
 from kvstored.tiers.nvme.member import Member
 from kvstored.tiers.nvme.registry import Known
 from kvstored.tiers.nvme.status import VolumeState
@@ -184,6 +184,8 @@ class Volumes:
             if not self._opening:
                 await self._store_is_ready()
             found = await self._purged(member, tier, uuid, found)
+            if member.drained:
+                raise VolumeAway(f"volume {member.spec.name} was given up meanwhile")
         except BaseException:
             member.take_out()
             await tier.close()
@@ -251,7 +253,7 @@ class Volumes:
     async def _revive(self, member: Member, first: asyncio.Task[Recovered] | None = None) -> None:
         """Try to open a lost volume until it is there."""
         pause_s = self._patience.reopen_first_s
-        while not self._closing:
+        while not self._closing and not member.drained:
             try:
                 if first is None:
                     await asyncio.sleep(pause_s)
@@ -259,9 +261,8 @@ class Volumes:
                 await (first or self._come_up(member))
             except FAILURES as error:
                 first = None
-                if member.state is VolumeState.DRAINED:
-                    return
-                member.detail = str(error)
+                if not member.drained:
+                    member.detail = str(error)
                 continue
             _log.warning("volume %s is back", member.spec.name)
             await self._share_families(self._families)

@@ -52,9 +52,11 @@ mutants: deps
 	$(BIN)/python tests/mutants.py
 
 # Kills clients of the same-node path at every step, then lets some do anything for a minute. `make
-# test` has a short form of both.
+# test` has a short form of both. Last, one client makes a million acquires and releases none.
 local-torture: deps
 	PYTHONPATH=tests $(BIN)/python tests/local/torture.py
+	KVSTORED_TEST_ACQUIRES=1000000 $(BIN)/python -m pytest -k very_many_acquires \
+		tests/server/test_local_hostile.py
 
 # Cuts the power, simulated, at every sync of random runs of a volume. `make test` has a short form.
 powerloss: deps

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from kvstored import __version__, assembly, logs, process
+from kvstored import __version__, assembly, logs, process, scheduling
 from kvstored.config import Loaded
 from kvstored.datadir import DataDirectory
 from kvstored.errors import KvstoredError
@@ -326,6 +326,7 @@ def serve(loaded: Loaded, files: Files | None = None) -> NoReturn:
     """
     settings = loaded.settings
     process.prepare()
+    scheduling.favour_this_thread()  # before any other is started
     data = DataDirectory.claim(settings.daemon.data_dir)
     log_stream = logs.configure(settings.log.level, settings.log.format)
     for warning in loaded.warnings:

@@ -387,6 +387,7 @@ class KVClient:
         with self._idle:
             self._calls += 1
         try:
+            self._transport.nudge()
             step = next(verb)
             while True:
                 step = verb.send(self._transport.run(step))

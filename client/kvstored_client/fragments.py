@@ -76,22 +76,45 @@ def move(targets: Addresses, sources: Addresses, lengths: Addresses, stop: Stop 
     return _one_by_one(targets[picked], sources[picked], lengths[picked], stop)
 
 
-def _one_by_one(targets: Addresses, sources: Addresses, lengths: Addresses, stop: Stop) -> bool:
-    moved = PIECE_BYTES
+def joined(
+    targets: Addresses, sources: Addresses, lengths: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """The same copies, those that follow on from one another on both sides as one."""
+    ends = lengths[:-1]
+    onward = (targets[1:] - targets[:-1] == ends) & (sources[1:] - sources[:-1] == ends)
+    if not onward.any():
+        return targets, sources, lengths
+    begins = np.concatenate([[0], np.flatnonzero(~onward) + 1])
+    return targets[begins], sources[begins], np.add.reduceat(lengths, begins)
+
+
+def move_in_order(
+    targets: Addresses, sources: Addresses, lengths: Addresses, stop: Stop = never
+) -> int:
+    """As `move`, one after the other, each by a copy of its own: for large fragments. Gives the
+    bytes that were copied before `stop` said so: all, or those of the leading fragments.
+    """
+    done = 0
+    since = PIECE_BYTES
     for target, source, nbytes in zip(
         targets.tolist(), sources.tolist(), lengths.tolist(), strict=True
     ):
         at = 0
         while at < nbytes:
             count = min(nbytes - at, PIECE_BYTES)
-            if moved + count > PIECE_BYTES:
+            if since + count > PIECE_BYTES:
                 if stop():
-                    return False
-                moved = 0
+                    return done + at
+                since = 0
             copy(target + at, source + at, count)
             at += count
-            moved += count
-    return True
+            since += count
+        done += nbytes
+    return done
+
+
+def _one_by_one(targets: Addresses, sources: Addresses, lengths: Addresses, stop: Stop) -> bool:
+    return move_in_order(targets, sources, lengths, stop) == int(lengths.sum())
 
 
 def _group(targets: Addresses, sources: Addresses, nbytes: int, stop: Stop) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ from kvstored_client.buffers import Want
 from kvstored_client.errors import OptionError, RangeError, UnknownPartError
 from kvstored_client.identity import KEY_BYTES, KVFamily, KVPart, Prefix, longest_boundary
 from kvstored_client.proto import kvstore_pb2 as pb
+
+_CALLS_REMEMBERED = 4  # per prefix: a match and the gets that follow it
 
 MAX_OBJECTS_PER_CALL = 65_536
 """Keys times parts of one request; what docs/protocol.md promises."""
@@ -145,12 +148,20 @@ class Cut:
 
 def get_table(prefix: Prefix, start: int, stop: int, parts: tuple[KVPart, ...]) -> ObjectTable:
     """What has to be read so that the prefix can be resumed at `stop`, from `start` on."""
+    call = start, stop, *[part.name for part in parts]
+    known = prefix.worked_out.get(call)
+    if known is not None:
+        return ObjectTable(prefix, start, stop, parts, *cast("_Columns", known))
     by_group = needed_by_group(prefix, parts, stop)
     needed = np.zeros((stop - start, len(parts)), np.bool_)
     for column, part in enumerate(parts):
         chunks = by_group[part.group]
         needed[max(chunks.start - start, 0) : max(chunks.stop - start, 0), column] = True
-    return _table(prefix, start, stop, parts, needed)
+    table = _table(prefix, start, stop, parts, needed)
+    while len(prefix.worked_out) >= _CALLS_REMEMBERED:
+        prefix.worked_out.pop(next(iter(prefix.worked_out)), None)
+    prefix.worked_out[call] = table.needed, table.number, table.want
+    return table
 
 
 def put_table(prefix: Prefix, start: int, stop: int, parts: tuple[KVPart, ...]) -> ObjectTable:
@@ -168,6 +179,9 @@ def _table(
     exact = np.array([part.nbytes is not None for part in parts], np.bool_)
     want = Want(room[columns], exact[columns], _Names(start, parts, needed))
     return ObjectTable(prefix, start, stop, parts, needed, number, want)
+
+
+_Columns = tuple[NDArray[np.bool_], NDArray[np.int64], Want]
 
 
 class _Names(Sequence[str]):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvstored_client.buffers import Regions
 from kvstored_client.failures import Failure, GarbageError
-from kvstored_client.fragments import PIECE_BYTES, move
+from kvstored_client.fragments import LARGE_BYTES, PIECE_BYTES, joined, move, move_in_order
 from kvstored_client.memory import Cursor, address_of
 from kvstored_client.objects import Cut, ObjectTable
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -194,6 +194,13 @@ class GetReceiver:
         receipt.lengths[numbers] = 0  # if the step is run again, what was there is undone
         kinds = np.frombuffer(tiers, np.uint8)
         kinds = np.where((kinds >= 1) & (kinds <= _LAST_TIER), kinds, 0)
+        targets = receipt.regions.select(numbers, nbytes)
+        if len(numbers) and int(targets.lengths.min(initial=LARGE_BYTES)) >= LARGE_BYTES:
+            moved = move_in_order(*joined(*_stretches(addresses, targets)), stop)
+            whole = int(np.searchsorted(np.cumsum(nbytes), moved, "right"))
+            receipt.lengths[numbers[:whole]] = nbytes[:whole]
+            receipt.tiers[numbers[:whole]] = kinds[:whole]
+            return whole == len(numbers)
         for rows in _batches(nbytes):
             targets = receipt.regions.select(numbers[rows], nbytes[rows])
             if not move(*_stretches(addresses[rows], targets), stop):
@@ -338,8 +345,10 @@ def _stretches(
     addresses: NDArray[np.int64], targets: Regions
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(targets, sources, lengths) for `move`: object i at `addresses[i]` goes to object i."""
-    counts = np.diff(targets.first)
     lengths = targets.lengths
+    if len(lengths) == len(addresses):  # one stretch each
+        return targets.addresses, addresses, lengths
+    counts = np.diff(targets.first)
     running = np.cumsum(lengths) - lengths
     offsets = running - np.repeat(running[targets.first[:-1]], counts)
     return targets.addresses, np.repeat(addresses, counts) + offsets, lengths

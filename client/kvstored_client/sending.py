@@ -40,13 +40,14 @@ class PutSender:
         self._payload = Cursor(regions)
         self.wanted_bytes = 0
         """Length of the payload, once the plan is known."""
+        self.copied_ahead_bytes = 0
         self._frame_bytes = FRAME_BYTES
         self.states: bytes = b""
         self.planned: bytes = b""
 
     def header(self, announce: bool = True) -> bytes:
         """See Sender. `announce` False: without checksums, which are then not computed."""
-        self.wanted_bytes = 0
+        self.wanted_bytes = self.copied_ahead_bytes = 0
         self.states = self.planned = b""
         return self._make_header(announce).SerializeToString()
 
@@ -57,7 +58,8 @@ class PutSender:
         except DecodeError as error:
             raise GarbageError(f"{len(message)} bytes are not a PutPlan") from error
         self._check_states(plan.states, final=False)
-        wanted = np.flatnonzero(np.frombuffer(plan.states, np.uint8) == pb.WANTED)
+        flags = np.frombuffer(plan.states, np.uint8) == pb.WANTED
+        wanted = np.flatnonzero(flags)
         lengths = self._lengths[wanted]
         total = int(lengths.sum())
         if total != plan.payload_bytes or not lengths.all():
@@ -66,10 +68,26 @@ class PutSender:
             )
         if total and not plan.max_frame_bytes:
             raise GarbageError("the plan allows no frames")
-        self._payload = Cursor(self._regions.select(wanted + self._first, lengths))
+        if not (self.copied_ahead_bytes and bool(flags.all())):
+            self.copied_ahead_bytes = 0
+            self._payload = Cursor(self._regions.select(wanted + self._first, lengths))
         self.wanted_bytes = total
         self._frame_bytes = min(FRAME_BYTES, plan.max_frame_bytes or FRAME_BYTES)
         self.planned = plan.states
+
+    def copy_ahead(self, address: int, nbytes: int) -> None:
+        """Before the plan: copy up to `nbytes` of the payload as it will be if everything is
+        wanted, which it mostly is. `copied_ahead_bytes` says how many bytes of the payload are in
+        place; after `plan` those that count.
+        """
+        lengths = self._lengths
+        nbytes = min(nbytes, int(lengths.sum()))
+        if not lengths.all():
+            return
+        numbers = np.arange(self._first, self._first + len(lengths))
+        self._payload = Cursor(self._regions.select(numbers, lengths))
+        if self.copy_to(address, nbytes):
+            self.copied_ahead_bytes = nbytes
 
     def frames(self) -> Iterator[bytes]:
         """See Sender. Objects lie back to back; a frame may hold bytes of several."""

@@ -69,6 +69,13 @@ class Sender(Protocol):
     def wanted_bytes(self) -> int:
         """Payload that the plan asks for."""
 
+    @property
+    def copied_ahead_bytes(self) -> int:
+        """How much of the payload `copy_ahead` has put in place; after `plan`: that counts."""
+
+    def copy_ahead(self, address: int, nbytes: int) -> None:
+        """Before the plan: copy up to `nbytes` to an address of what the payload most likely is."""
+
     def header(self, announce: bool = True) -> bytes:
         """The first message; asked for again if the step is run again.
 

@@ -52,7 +52,9 @@ def test_unit_leaves_the_daemon_time_to_stop(
     assert unit["NotifyAccess"] == "main"
     assert unit["Restart"] == "on-failure"
     assert unit["User"] == "kvstored" != "root"
-    assert {"RuntimeDirectory", "StateDirectory", "Nice", "LimitNOFILE", "WatchdogSec"} <= set(unit)
+    assert {"RuntimeDirectory", "StateDirectory", "LimitNICE", "LimitNOFILE", "WatchdogSec"} <= set(
+        unit
+    )
     account = (ROOT / "systemd/kvstored.sysusers.conf").read_text()
     assert re.search(r"^u kvstored ", account, re.MULTILINE)
 

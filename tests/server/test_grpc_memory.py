@@ -39,8 +39,11 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    async with serving(Limits(stall_timeout_s=0.5), cap_bytes=16 * MIB) as running:
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    # A second process may take longer to start than the first one's put may stand still.
+    killed = getattr(request.node, "callspec", None) and "killed" in request.node.callspec.id
+    limits = Limits(stall_timeout_s=20.0 if killed else 0.5)
+    async with serving(limits, cap_bytes=16 * MIB) as running:
         yield running
 
 

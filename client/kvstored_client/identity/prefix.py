@@ -71,6 +71,8 @@ class Prefix(ABC):
         self.tokens = tokens
         self.request_salt = request_salt
         self._keys: dict[bytes, bytes] = {}
+        self.worked_out: dict[object, object] = {}
+        """What kvstored_client.objects has worked out for calls; no part of the identity."""
 
     def __len__(self) -> int:
         return -(-self.tokens // self.family.chunk_tokens)

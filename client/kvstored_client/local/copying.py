@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvstored_client.failures import CANCELLED, Failure, FailureKind
 from kvstored_client.local.errors import StepError
-from kvstored_client.local.grants import Grant, Granted
+from kvstored_client.local.grants import Grant, Granted, end_all
 from kvstored_client.local.link import Link, Request
 from kvstored_client.local.maps import Rows, resolve
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -24,6 +25,9 @@ from kvstored_client.steps import Acquire, Download, RowReceiver, remaining_ms
 from kvstored_client.stopping import StopFlag
 
 MAX_WINDOW_BYTES = 256 << 20
+FIRST_WINDOW_BYTES = 8 << 20
+"""The first window: as long to copy as the daemon takes to answer for the second."""
+
 _KEY_BYTES = 32
 _LAST = int(Flag.LAST)
 _DECLINED = bytes([pb.MISS_DECLINED])
@@ -107,17 +111,25 @@ class Window:
     nbytes: int
 
 
-def windows(request: pb.GetRequest, chunk_bytes: int, max_bytes: int) -> list[Window]:
-    """A get as acquires of at most `max_bytes`, where it may be cut at all."""
+def windows(
+    request: pb.GetRequest, chunk_bytes: int, first_bytes: int, max_bytes: int
+) -> list[Window]:
+    """A get as acquires of at most `max_bytes`, the first of at most `first_bytes`, where it may be
+    cut at all; each of at least one chunk.
+    """
     run = request.run
     count = len(run.keys) // _KEY_BYTES
+    first = max(1, first_bytes // chunk_bytes) if chunk_bytes else count
+    if 2 * first > count:  # what is left for a second would not be worth it
+        first = count
     step = max(1, max_bytes // chunk_bytes) if chunk_bytes else count
-    if step >= count:
+    first = min(first, step)
+    if first >= count:
         whole = pb.AcquireRequest(ctx=request.ctx, run=run)
         return [Window(whole, 0, chunk_bytes * count or max_bytes)]
     found = []
-    for at in range(0, count, step):
-        stop = min(at + step, count)
+    edges = [0, *range(first, count, step), count]
+    for at, stop in pairwise(edges):
         piece = pb.ChunkRun(
             namespace=run.namespace,
             family=run.family,
@@ -160,8 +172,9 @@ class Copying:
         most = min(MAX_WINDOW_BYTES, link.opened.max_leased_bytes // 4)
         if step.chunk_bytes * chunks_of(step.request) <= min(MAX_WINDOW_BYTES, 2 * most):
             most = MAX_WINDOW_BYTES  # one window, and as much left for others
-        self._todo = windows(step.request, step.chunk_bytes, most)
+        self._todo = windows(step.request, step.chunk_bytes, FIRST_WINDOW_BYTES, most)
         self._open: list[tuple[Acquiring, Window]] = []
+        self._copied: list[tuple[Acquiring, Window]] = []  # not given back yet
         self._next_index = 0  # after the last object that was copied
         self._scarce = False
 
@@ -171,6 +184,8 @@ class Copying:
         states = []
         try:
             while self._todo or self._open:
+                if self._todo and self._copied:
+                    self._give_back(self._copied)  # the next windows need the room
                 if not self._open:
                     self._link.budget.take(self._todo[0].nbytes, self._check, self._step.deadline)
                     self._begin()
@@ -180,8 +195,7 @@ class Copying:
                 states.append(self._copy())
             self._receiver.finish(b"".join(states))
         finally:
-            while self._open:
-                self._end()
+            self._give_back([*self._copied, *self._open])
 
     def _check(self) -> None:
         self._link.check(self._stop, self._step.deadline)
@@ -196,13 +210,16 @@ class Copying:
             raise
         self._open.append((under_way, window))
 
-    def _end(self) -> None:
-        """Give the oldest window back."""
-        under_way, window = self._open.pop(0)
+    def _give_back(self, windows: list[tuple[Acquiring, Window]]) -> None:
+        """Give windows back, all by one word, which costs as much as any."""
         try:
-            under_way.close()
+            for under_way, _ in windows:
+                under_way.finish()
+            end_all([under_way.grant for under_way, _ in windows])
         finally:
-            self._link.budget.give(window.nbytes)
+            for _, window in windows:
+                self._link.budget.give(window.nbytes)
+            windows.clear()
 
     def _copy(self) -> bytes:
         """Copy the oldest window, and give it back. Its states."""
@@ -216,7 +233,7 @@ class Copying:
                 raise StepError(CANCELLED)
             if len(indices):
                 self._next_index = int(indices[-1]) + 1
-        self._end()
+        self._copied.append(self._open.pop(0))
         return self._served(window, under_way.states)
 
     def _served(self, window: Window, states: bytes) -> bytes:
@@ -232,9 +249,8 @@ class Copying:
         if settled <= 0 or not self._step.chunk_bytes or self._next_index > first:
             return states
         self._scarce = True  # a window ahead would take the room that this one lacks
-        while self._open:
-            self._todo.insert(0, self._open[0][1])
-            self._end()
+        self._todo[:0] = [window for _, window in self._open]
+        self._give_back(self._open)
         self._todo.insert(0, _rest(window, settled, first, self._step.chunk_bytes))
         return states[:settled]
 

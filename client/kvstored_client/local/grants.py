@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import getpid
 
@@ -42,10 +42,7 @@ class Grant:
 
     def end(self) -> None:
         """Give it back, once. What was lent may be something else from now on."""
-        if self._open and self.of_this_process:
-            self.mappings = []
-            self.link.release(self.id)
-            self._open = False  # last: should a signal's exception come between, see __del__
+        end_all([self])
 
     def __del__(
         self, getpid: Callable[[], int] = getpid, released: Callable[[int], Released] = Released
@@ -53,6 +50,17 @@ class Grant:
         # A finaliser may run within any statement of any thread: it takes no lock.
         if getattr(self, "_open", False) and getpid() == self._pid:
             self.link.outbox.post(released(self.id))
+
+
+def end_all(grants: Sequence[Grant]) -> None:
+    """`end` several, of one session, by one word."""
+    mine = [grant for grant in grants if grant._open and grant.of_this_process]
+    if mine:
+        for grant in mine:
+            grant.mappings = []
+        mine[0].link.release([grant.id for grant in mine])
+        for grant in mine:
+            grant._open = False  # last: should a signal's exception come between, see __del__
 
 
 class Extent:

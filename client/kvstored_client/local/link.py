@@ -45,6 +45,8 @@ from kvstored_client.stopping import StopFlag
 _MAX_ORPHANS = 1024
 _MAP_PATIENCE_S = 1.0
 _RELEASE_PATIENCE_S = 5.0
+_IDLE_S = 0.0004  # by then the daemon looks for requests no longer without sleeping
+_NUDGE = pack(Kind.RELEASE, 0, 0, b"")
 _FIRST_NOTICE = 64
 _ERROR, _LAST, _REPLY = int(Flag.ERROR), int(Flag.LAST), int(Flag.REPLY)
 
@@ -108,6 +110,7 @@ class Link:
         self.ring: Ring | None = None
         self.turns = Turns()
         self.budget = Budget(0)
+        self._heard_at = 0.0
         self.events_fd = -1
         self.last_words: Callable[[], None] = _nothing
         """Looks for what the daemon has said before its end; called before that becomes known."""
@@ -211,22 +214,24 @@ class Link:
             self._next_id += 1
             self._live.add(grant.id)
 
-    def release(self, lease_id: int) -> None:
-        """End a grant, at once if the socket has room for the words. Never raises."""
+    def release(self, lease_ids: list[int]) -> None:
+        """End grants, at once if the socket has room for the words. Never raises."""
         use = Use()
         with self._lock:
-            if lease_id not in self._live:
+            mine = [number for number in lease_ids if number in self._live]
+            if not mine:
                 return
             mute = self._mute
             self._enter(use)
         try:
             if not mute:
-                self._send_release([lease_id], 0.0)
+                self._send_release(mine, 0.0)
         except StepError:
-            self.outbox.post(Released(lease_id))
+            for number in mine:
+                self.outbox.post(Released(number))
         else:
             with self._lock:
-                self._live.discard(lease_id)
+                self._live.difference_update(mine)
         finally:
             use.end()
 
@@ -246,6 +251,17 @@ class Link:
     def _send_release(self, lease_ids: list[int], patience_s: float) -> None:
         body = pb.ReleaseRequest(lease_ids=lease_ids).SerializeToString()
         self.send(pack(Kind.RELEASE, 0, 0, body), time.monotonic() + patience_s, patient=True)
+
+    def nudge(self) -> None:
+        """Let the daemon know that a request comes at once: it wakes up while that is being made.
+
+        A release of nothing, if the daemon may have gone to sleep since it last answered.
+        """
+        if self._over is None and time.monotonic() - self._heard_at > _IDLE_S:
+            try:
+                self.stream.try_send(_NUDGE)
+            except StreamOverError as error:
+                self.end(error.failure)
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -304,6 +320,7 @@ class Link:
                 frame = request.frames.popleft()
             finally:
                 self._hand_over()
+        self._heard_at = time.monotonic()
         if frame.flags & _ERROR:
             raise StepError(failure_of_error(pb.Error.FromString(frame.body)))
         return frame

@@ -108,11 +108,10 @@ def resolve(segments: Table, reply: pb.AcquireReply) -> Rows:
         lengths = np.fromiter(reply.lengths_bytes, np.int64, count)
     except OverflowError as error:
         raise GarbageError("a leased object of 2^63 bytes, or there") from error
-    ids = set(reply.segment_ids)
-    mappings = {number: segments.get(number) for number in ids}
+    mappings = {number: segments.get(number) for number in set(reply.segment_ids)}
     sizes: NDArray[np.int64] | int
     bases: NDArray[np.int64] | int
-    if len(ids) == 1:
+    if len(mappings) == 1:
         (mapping,) = mappings.values()
         sizes, bases = mapping.nbytes, mapping.address
     else:

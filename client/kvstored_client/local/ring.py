@@ -14,7 +14,7 @@ from kvstored_client.local.segments import Mapping, map_memory
 from kvstored_client.local.wake import Outbox, Wake
 from kvstored_client.proto.local import ABANDONED, POSITION
 
-PIECE_BYTES = 1024 << 10
+PIECE_BYTES = 2 << 20
 """Copied between two positions: small enough to be in the cache still when the daemon takes it."""
 
 
@@ -39,6 +39,16 @@ class Ring:
         mapping = map_memory(memory, nbytes, outbox, deadline, writable=True)
         return cls(mapping, unix_socket(os.dup(data), socket.SOCK_SEQPACKET))
 
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._memory.address
+
+    @property
+    def piece_bytes(self) -> int:
+        """How much is copied between two positions."""
+        return max(1, min(PIECE_BYTES, self._memory.nbytes // 4))
+
     def close(self) -> None:
         """The data channel; the memory goes with the last reference."""
         self._data.close()
@@ -47,18 +57,20 @@ class Ring:
         self,
         request_id: int,
         payload_bytes: int,
+        ahead_bytes: int,
         copy_to: Callable[[int, int], bool],
         check: Callable[[], None],
         deadline: float,
     ) -> bool:
         """Bring a put's payload to the daemon; False if it takes no more, as its answer will say.
 
+        Of the payload the first `ahead_bytes` are in the ring already, at most a piece of it.
         `copy_to(address, bytes)` writes the next bytes. `check` raises when there is no point in
         going on. Raises what it raises, and LinkOverError, GarbageError.
         """
         size = self._memory.nbytes
         written = taken = 0
-        piece = max(1, min(PIECE_BYTES, size // 4))
+        piece = self.piece_bytes
         while written < payload_bytes:
             check()
             free = size - (written - taken)
@@ -66,9 +78,12 @@ class Ring:
             if free < count:
                 position = self._taken(request_id, taken, written, deadline)
             else:
-                if not copy_to(self._memory.address + written % size, count):
-                    raise StepError(CANCELLED)
-                written += count
+                if written or not ahead_bytes:
+                    if not copy_to(self._memory.address + written % size, count):
+                        raise StepError(CANCELLED)
+                    written += count
+                else:
+                    written = ahead_bytes
                 self._send(POSITION.pack(request_id, written), check, deadline)
                 position = self._taken(request_id, taken, written, 0.0)
             if position == ABANDONED:

@@ -152,6 +152,19 @@ class Stream:
         finally:
             self._send_lock.release()
 
+    def try_send(self, data: bytes) -> None:
+        """Send a short frame if nobody has to wait for that, else not. Raises StreamOverError."""
+        if not self._send_lock.acquire(blocking=False):
+            return
+        try:
+            sent = self._send_some(data)
+        except OSError as error:
+            raise StreamOverError(_broken(error)) from error
+        finally:
+            self._send_lock.release()
+        if 0 < sent < len(data):
+            raise StreamOverError(Failure(FailureKind.UNREACHABLE, "a frame was cut short"))
+
     def _send(self, data: bytes, deadline: float, patient: bool) -> None:
         sent = 0
         rest: bytes | memoryview = data

@@ -113,6 +113,7 @@ class LocalTransport:
     def _run(self, step: Step, stop: StopFlag | None, use: Use) -> Answer:
         """Once. Raises LinkOverError; `unanswered` if it may be run again, on another session."""
         unhook = None
+        fresh = True  # one that is over before it could be used was opened just now
         try:
             link, fresh = self._entered(step, use)
             unhook = None if stop is None else stop.on_set(link.wake_all)
@@ -124,11 +125,26 @@ class LocalTransport:
             return error.failure
         except (GarbageError, DecodeError) as error:
             failure = GarbageError(str(error)).failure()
-            link.end(failure)
+            if use.link is not None:
+                use.link.end(failure)
             return failure
         finally:
             if unhook is not None:
                 unhook()
+
+    def nudge(self) -> None:
+        """A step will soon be run, most likely; see Link.nudge. Opens nothing, never raises."""
+        link = self._link
+        if link is not None and link.of_this_process:
+            use = Use()
+            try:
+                if link.enter(use):
+                    link.nudge()
+            except BaseException:  # of a signal handler; see `run`
+                link.end(_INTERRUPTED)
+                raise
+            finally:
+                use.end()
 
     def close(self) -> None:
         """End running steps (they fail as CLOSED). The session lasts until no view of it lives."""

@@ -46,6 +46,9 @@ def upload(link: Link, step: Upload, stop: StopFlag | None) -> None:
 
 def _put(link: Link, step: Upload, request: Request, check: Callable[[], None]) -> None:
     sender = step.sender
+    ring = link.ring
+    if ring is not None:
+        sender.copy_ahead(ring.address, ring.piece_bytes)  # while the daemon plans
     frame = link.wait(request, step.deadline)
     _expect(frame, last=False)
     sender.plan(frame.body)
@@ -54,7 +57,14 @@ def _put(link: Link, step: Upload, request: Request, check: Callable[[], None]) 
         if ring is None:
             raise GarbageError("a put is wanted, and no ring has come")
         try:
-            ring.pass_on(request.id, sender.wanted_bytes, sender.copy_to, check, step.deadline)
+            ring.pass_on(
+                request.id,
+                sender.wanted_bytes,
+                sender.copied_ahead_bytes,
+                sender.copy_to,
+                check,
+                step.deadline,
+            )
         except LinkOverError as error:
             link.last_words()
             link.end(error.failure)

@@ -82,6 +82,11 @@ class AutoTransport:
         wire = self._wire or self._connected()
         return CLIENT_CLOSED if wire is None else wire.run(step, stop)
 
+    def nudge(self) -> None:
+        """A step will soon be run, most likely. Never raises."""
+        if self._local is not None:
+            self._local.nudge()
+
     def close(self) -> None:
         """End running steps (they fail as CLOSED) and the connections."""
         with self._lock:

@@ -40,6 +40,10 @@ class Awake:
         few = self._few(now)
         self._worth_it = few and now - self._answered_at < self._awake_s
 
+    def expect(self) -> None:
+        """A session says that its request comes at once."""
+        self._worth_it = self._few(time.monotonic())
+
     def answered(self) -> None:
         """An answer has gone out."""
         self._answered_at = now = time.monotonic()

@@ -13,8 +13,8 @@ import xxhash
 from kvstored.server.limits import PIECE_BYTES
 from kvstored.store.api import Received, WantedObject
 
-STEP_BYTES = 1024 << 10
-"""Copied and hashed at a time. Divides a piece."""
+STEP_BYTES = 2 << 20
+"""Taken at a time; copied and hashed by pieces."""
 
 
 class Filling:
@@ -37,7 +37,7 @@ class Filling:
         while nbytes:
             wanted = self._wanted[self._next]
             taken = min(nbytes, STEP_BYTES, wanted.length_bytes - self._filled)
-            if taken == wanted.length_bytes:
+            if taken == wanted.length_bytes <= PIECE_BYTES:
                 self._whole(wanted, source)
             else:
                 taken = self._part(wanted, source, taken)
@@ -45,7 +45,7 @@ class Filling:
             nbytes -= taken
 
     def _whole(self, wanted: WantedObject, source: int) -> None:
-        """An object that is not larger than a step, in one go."""
+        """An object that is not larger than a piece, in one go."""
         ctypes.memmove(_address(wanted.view), source, wanted.length_bytes)
         digest = xxhash.xxh3_128_digest(wanted.view)
         # Of inputs of more than 240 bytes, the low half of XXH3-128 is XXH3-64.

@@ -23,7 +23,7 @@ from kvstored.server.local.works import Channel, Ending, RingWork, Work
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-SLICE_BYTES = 2 << 20
+SLICE_BYTES = 4 << 20
 """Of one work, before the thread looks at the others."""
 
 MAX_MOVERS = 4

@@ -234,6 +234,8 @@ class Requests:
         most = self._session.limits.local.max_leases
         if len(request.lease_ids) > most:
             raise TooLarge(f"{len(request.lease_ids)} ids", f"release at most {most} per call")
+        if not request.lease_ids:
+            self._session.host.awake.expect()
         self._leases.release(request.lease_ids)
         return _RELEASED
 

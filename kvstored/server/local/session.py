@@ -196,7 +196,10 @@ class Session:
         for _ in range(TURN_FRAMES):
             if not frames or not self.serves():
                 return True
-            self._handle(frames.popleft())
+            frame = frames.popleft()
+            self._handle(frame)
+            if frame.kind == Kind.ACQUIRE and frames:
+                self._outbox.flush()  # the client copies what it has while the next is looked up
             if time.monotonic() > until:
                 break
         return not frames

@@ -26,7 +26,6 @@ from kvstored_client.identity import KEY_BYTES
 
 _AT_ONCE = 1 << 16  # keys that are looked up together; bounds the memory that it takes
 _KEY = np.dtype(f"V{KEY_BYTES}")
-_NO_KEY = np.void(bytes(KEY_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +73,15 @@ def group(keys: NDArray[np.uint8], hashes: NDArray[np.uint64]) -> Groups:
     order = np.argsort(hashes)
     ordered = hashes[order]
     alike = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
-    if not len(alike):
+    if not len(alike):  # the usual case
         everyone = np.arange(len(keys))
         return Groups(everyone, everyone, order)
-    if (keys[order[alike]] != keys[order[alike - 1]]).any():
+    if not _alike(keys[order[alike]], keys[order[alike - 1]]).all():
         # Two keys of one hash, which random keys never have: sort by the keys as well.
         words = np.ascontiguousarray(keys).view(np.uint64)
         order = np.lexsort((*words.T, hashes))
         ordered = hashes[order]
-        alike = np.flatnonzero((keys[order[1:]] == keys[order[:-1]]).all(axis=1)) + 1
+        alike = np.flatnonzero(_alike(keys[order[1:]], keys[order[:-1]])) + 1
     begins = np.ones(len(keys), np.bool_)
     begins[alike] = False
     first = np.minimum.reduceat(order, np.flatnonzero(begins))
@@ -147,14 +146,14 @@ class BulkIndex(ChunkIndex):
 
     def _attach_all(self, chunks: Chunks, rows: NDArray[np.int32]) -> None:
         """Make new chunks children of their parents, and those that waited for them theirs."""
-        keys, parents = _items(chunks.keys), _items(chunks.parents)
-        known = parents != _NO_KEY
+        keys, parents = chunks.keys, chunks.parents
+        known = ~_alike(parents, np.zeros((1, KEY_BYTES), np.uint8))
         above = np.full(len(rows), NONE, np.int32)
         # Written one behind the other, most of them: no need to look those parents up.
-        follows = np.flatnonzero(parents[1:] == keys[:-1]) + 1
+        follows = np.flatnonzero(_alike(parents[1:], keys[:-1])) + 1
         above[follows] = rows[follows - 1]
         left = np.flatnonzero(known & (above == NONE))
-        above[left] = self.find_all(chunks.parents[left])
+        above[left] = self.find_all(parents[left])
         linked = np.flatnonzero(above != NONE)
         # Links to a parent of greater depth could close a circle: those are made one by one.
         depths = column(self.depth, np.uint32)
@@ -162,10 +161,10 @@ class BulkIndex(ChunkIndex):
         del depths
         self._link_all(above[sound], rows[sound])
         if self._orphans:
-            self._adopt_all(chunks.keys, rows)
+            self._adopt_all(keys, rows)
         known[sound] = False
         for i in np.flatnonzero(known).tolist():
-            self._attach_late(int(rows[i]), chunks.parents[i].tobytes(), int(above[i]))
+            self._attach_late(int(rows[i]), parents[i].tobytes(), int(above[i]))
 
     def _link_all(self, parents: NDArray[np.int32], children: NDArray[np.int32]) -> None:
         """`_link` of many chunks that are in no tier yet."""
@@ -179,7 +178,8 @@ class BulkIndex(ChunkIndex):
 
     def _adopt_all(self, keys: NDArray[np.uint8], rows: NDArray[np.int32]) -> None:
         if len(rows) < len(self._orphans):
-            for row, key in zip(rows.tolist(), _items(keys).tolist(), strict=True):
+            packed = np.ascontiguousarray(keys).view(_KEY).reshape(-1).tolist()
+            for row, key in zip(rows.tolist(), packed, strict=True):
                 if key in self._orphans:
                     self._adopt(row, key)
             return
@@ -263,7 +263,8 @@ class BulkIndex(ChunkIndex):
         column(self.place[tier], np.int64)[rows] = places
         bit = TIER_BIT[tier]
         tiers, chunks = column(self.tiers, np.uint8), column(self.object_chunk, np.int32)[rows]
-        chunks = np.unique(chunks[tiers[chunks] & bit == 0])
+        chunks = np.sort(chunks[tiers[chunks] & bit == 0])
+        chunks = chunks[np.flatnonzero(np.diff(chunks, prepend=NONE))]
         tiers[chunks] |= np.uint8(bit)
         column(self.brief, np.uint64)[chunks] |= np.uint64(bit << TIERS_SHIFT)
         parents = column(self.parent, np.int32)[chunks]
@@ -272,10 +273,14 @@ class BulkIndex(ChunkIndex):
         self.on_leaves[tier](chunks[children[chunks] == 0])
 
 
-def _items(keys: NDArray[np.uint8]) -> NDArray[np.void]:
-    """Each key as one item; shapes [n, 32] and [n]."""
-    items: NDArray[np.void] = np.ascontiguousarray(keys).view(_KEY).reshape(-1)
-    return items
+def _alike(some: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Which keys are the same; shapes [n, 32] and [n] (or 1 for n)."""
+    ours = np.ascontiguousarray(some).view(np.uint64)
+    theirs = np.ascontiguousarray(others).view(np.uint64)
+    same: NDArray[np.bool_] = ours[:, 0] == theirs[:, 0]
+    for word in range(1, KEY_BYTES // 8):
+        same &= ours[:, word] == theirs[:, word]
+    return same
 
 
 def _prepend(
@@ -288,6 +293,10 @@ def _prepend(
     and goes on at ``following[item]``; shapes of the last two [n].
     """
     if not len(items):
+        return
+    if (owners[1:] > owners[:-1]).all():  # one of each
+        following[items] = first[owners]
+        first[owners] = items
         return
     order = np.argsort(owners, kind="stable")
     owners, items = owners[order], items[order]

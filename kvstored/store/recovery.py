@@ -139,7 +139,9 @@ class _Load:
             needed[known] = column(index.place[self._tier], np.int64)[there] == NONE
             lengths = found.length_bytes[self.rows[known]].astype(np.uint32)
             needed[known] &= index.same(there, lengths, found.checksums[self.rows[known]])
-        needed[needed] = _first_of_each(chunk[needed], parts[needed])
+        single = len(self.chunk) == len(self.rows)
+        if not single:
+            needed[needed] = _first_of_each(chunk[needed], parts[needed])
         new = needed & ~known
         source = self.rows[new]
         held[new] = index.add_objects(
@@ -151,11 +153,16 @@ class _Load:
             )
         )
         duplicates: Rows = self.rows[~needed]
-        self.rows, self.objects, of = self.rows[needed], held[needed], self._of[needed]
+        if not needed.all():
+            self.rows, held, self._of = self.rows[needed], held[needed], self._of[needed]
+        self.objects = held
         self.written = np.zeros(len(self.chunk), np.uint64)
-        np.maximum.at(self.written, of, _taken(found.sequence, self.rows))
         self.changed = np.zeros(len(self.chunk), np.bool_)
-        self.changed[of] = True
+        if single:
+            self.written[self._of] = found.sequence[self.rows]
+        else:
+            np.maximum.at(self.written, self._of, found.sequence[self.rows])
+        self.changed[self._of] = True
         del self._of
         return duplicates
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 _ID_COLUMNS = dict(zip(KINDS, ("namespace", "family", "part", "tenant"), strict=True))
 
 
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """One behind the other; without a copy where only one is not empty."""
+    filled = [part for part in parts if len(part)]
+    return filled[0] if len(filled) == 1 else np.concatenate(parts)
+
+
 def columns(index: Loaded, small: Loaded, dropped: dict[str, int]) -> Recovered:
     """Both environments' records as one table, their numbers of names made common."""
     tables: dict[str, list[bytes]] = {}
@@ -25,13 +32,15 @@ def columns(index: Loaded, small: Loaded, dropped: dict[str, int]) -> Recovered:
         parts = []
         for loaded in (index, small):
             numbers = [common.setdefault(n, len(common)) for n in loaded.names.in_order(kind)]
-            translate = np.array(numbers or [0], np.uint32)
-            parts.append(translate[loaded.records[column]])
-        ids[kind] = np.concatenate(parts)
+            column_of = loaded.records[column]
+            if numbers != list(range(len(numbers))):
+                column_of = np.array(numbers, np.uint32)[column_of]
+            parts.append(column_of)
+        ids[kind] = _joined(parts)
         tables[kind] = list(common)
 
-    def joined(column: str) -> NDArray[np.generic]:
-        return np.concatenate([index.records[column], small.records[column]])
+    def joined(column: str) -> NDArray[Any]:
+        return _joined([loaded.records[column] for loaded in (index, small)])
 
     return Recovered(
         namespaces=[name.decode() for name in tables["n"]],
@@ -42,15 +51,15 @@ def columns(index: Loaded, small: Loaded, dropped: dict[str, int]) -> Recovered:
         family_id=ids["f"],
         part_id=ids["p"],
         tenant_id=ids["t"],
-        keys=joined("key").astype(np.uint8),
-        parents=joined("parent").astype(np.uint8),
-        depth=joined("depth").astype(np.uint32),
-        end_token=joined("end_token").astype(np.uint64),
-        expires_ms=joined("expires_ms").astype(np.uint64),
+        keys=joined("key"),
+        parents=joined("parent"),
+        depth=joined("depth"),
+        end_token=joined("end_token"),
+        expires_ms=joined("expires_ms"),
         length_bytes=joined("length_bytes").astype(np.uint64),
-        checksums=joined("checksum").astype(np.uint8),
-        place=joined("place").astype(np.uint64),
-        sequence=joined("sequence").astype(np.uint64),
+        checksums=joined("checksum"),
+        place=joined("place"),
+        sequence=joined("sequence"),
         family_specs=small.families | index.families,
         dropped=dropped,
     )

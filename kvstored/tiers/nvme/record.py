@@ -8,8 +8,8 @@ A record checks itself with a sum that numpy can take over a million rows at onc
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,7 +44,11 @@ PARENT_KNOWN = 1
 Records = np.ndarray[tuple[int], np.dtype[np.void]]
 """One-dimensional array of RECORD."""
 
+COLUMNS = {name: RECORD[name].newbyteorder("=") for name in RECORD.names or () if name != "check"}
+"""What each column of `Table` is."""
+
 _WORDS = RECORD_BYTES // 8 - 1
+_ALIGNMENT = 4096
 _REST = struct.Struct("<QQQ 32s32s16s IIIIIIII Q")
 
 
@@ -61,6 +65,56 @@ def _weights() -> NDArray[np.uint64]:
 
 
 WEIGHTS = _weights()
+
+
+class Table:
+    """Records column by column: ``table["place"]`` is shape [records], ``table["key"]``
+    [records, 32]. Nothing says that a column is memory of its own.
+    """
+
+    def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """`columns`: all of COLUMNS, of equal length."""
+        self._columns = columns
+
+    @classmethod
+    def of(cls, records: Records) -> Table:
+        """The columns of records."""
+        return cls({name: records[name].astype(kind.base) for name, kind in COLUMNS.items()})
+
+    def __len__(self) -> int:
+        return len(self._columns["place"])
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self._columns[column]
+
+    def where(self, chosen: NDArray[np.bool_]) -> Table:
+        """The records chosen."""
+        return Table({name: values[chosen] for name, values in self._columns.items()})
+
+
+def layout(count: int) -> tuple[dict[str, int], int]:
+    """Where each column of `count` records begins in memory that holds them all, one after the
+    other, and how long that is; in bytes.
+    """
+    begins, at = {}, 0
+    for name, kind in COLUMNS.items():
+        begins[name] = at
+        at += -(-count * kind.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return begins, at
+
+
+def table_over(memory: memoryview, capacity: int, count: int) -> Table:
+    """The first `count` records in memory laid out for `capacity` of them, without a copy."""
+    begins, _ = layout(capacity)
+    return Table(
+        {
+            name: np.frombuffer(
+                memory, kind.base, count * (kind.itemsize // kind.base.itemsize), at
+            ).reshape(count, *kind.shape)
+            for name, kind in COLUMNS.items()
+            for at in [begins[name]]
+        }
+    )
 
 
 def from_bytes(raw: bytes | bytearray | memoryview) -> Records:
@@ -108,7 +162,7 @@ def seal(packed: Sequence[bytes], volume_id: int) -> Records:
     return records
 
 
-def identities(records: Records) -> NDArray[np.uint64]:
+def identities(records: Table) -> NDArray[np.uint64]:
     """A 64-bit hash of (namespace, family, key, part) for each record, to find twins with."""
     keys = np.ascontiguousarray(records["key"]).view("<u8").reshape(-1, 4)
     total = np.zeros(len(records), np.uint64)

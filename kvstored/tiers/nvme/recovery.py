@@ -7,6 +7,7 @@ Everything blocks and is meant for a thread. See docs/nvme-format.md for the rul
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstored.tiers.base import MAX_OBJECT_BYTES
 from kvstored.tiers.nvme import header, layout, record
 from kvstored.tiers.nvme.format import (
+    BLOCK_BYTES,
     SMALL_BIT,
     DamagedError,
     RegionEntry,
@@ -166,7 +169,7 @@ def _count_missing(
 
 
 def misfits(
-    records: record.Records, table: Sequence[RegionEntry], region_bytes: int
+    records: record.Table, table: Sequence[RegionEntry], region_bytes: int
 ) -> dict[str, NDArray[np.bool_]]:
     """For each reason, which records of slots do not fit the region table or one another."""
     places = records["place"].astype(np.uint64)
@@ -179,8 +182,10 @@ def misfits(
     counts = np.where(sizes > 0, region_bytes // np.maximum(sizes, 1), 0)
     outside |= slots >= counts[safe]
     other = ~outside & (~used[safe] | (nonces[safe] != records["dedication"]))
-    lengths = records["length_bytes"].astype(np.uint64)
-    size = ~outside & ~other & (layout.slot_sizes(lengths) != sizes[safe])
+    lengths = np.array([lengths_of(e.slot_bytes) for e in table] or [(1, 0)], np.uint32)
+    size = records["length_bytes"] < lengths[safe, 0]
+    size |= records["length_bytes"] > lengths[safe, 1]
+    size &= ~outside & ~other
     return {
         "region_unknown": outside,
         "region_rededicated": other,
@@ -190,10 +195,26 @@ def misfits(
     }
 
 
+@functools.cache
+def lengths_of(slot_bytes: int) -> tuple[int, int]:
+    """Lengths of the shortest and the longest object that slots of this size are for; (1, 0) if
+    they are for none.
+    """
+    most = slot_bytes - header.HEADER_BYTES
+    if not 0 < most <= MAX_OBJECT_BYTES or layout.slot_bytes(most) != slot_bytes:
+        return 1, 0
+    least = most - BLOCK_BYTES + 1
+    while least > BLOCK_BYTES and layout.slot_bytes(least - 1) == slot_bytes:
+        least -= BLOCK_BYTES
+    return least, most
+
+
 def _later_twins(values: NDArray[np.uint64], sequence: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Marks all rows but the one of highest sequence among those of equal value."""
     marked = np.zeros(len(values), np.bool_)
-    in_order = np.sort(values, kind="stable")  # places come sorted, which this kind likes
+    if (values[1:] > values[:-1]).all():  # places come sorted
+        return marked
+    in_order = np.sort(values)
     if not (in_order[1:] == in_order[:-1]).any():
         return marked
     order = np.lexsort((sequence, values))
@@ -230,7 +251,8 @@ def _rebuild(
     ]
     records = record.seal(packed, volume.superblock.volume_id)
     _log.warning("%s: index made again from %d headers", volume.directory, len(entries))
-    return Loaded(records, names, dict(old.families) if old else {}), env
+    families = dict(old.families) if old else {}
+    return Loaded(record.Table.of(records), names, families), env
 
 
 def scan(volume: Volume, table: Sequence[RegionEntry], dropped: Counter[str]) -> list[Entry]:
@@ -289,21 +311,30 @@ def _void_unfinished(volume: Volume, table: Sequence[RegionEntry], index: Loaded
     Only slots that the index says were open for writing can carry one. Left alone, it would come
     back as an object if the index were lost later, after a newer copy was written and deleted.
     """
-    held = set(index.records["place"].tolist()) if index.opened else set()
     stale = []
     for region, bitmap in index.opened.items():
         if region >= len(table) or table[region].state is not RegionState.DEDICATED:
             continue
         entry = table[region]
         count = volume.superblock.region_bytes // entry.slot_bytes
-        for slot in opened_slots(bitmap, count):
-            place = place_of(region, int(slot))
+        slots = opened_slots(bitmap, count)
+        held = slots_held(index.records["place"], region)
+        for slot in slots[~np.isin(slots, held)].tolist():
+            place = place_of(region, slot)
             try:
-                if place not in held and _may_count(volume, entry, place):
+                if _may_count(volume, entry, place):
                     stale.append(place)
             except OSError as error:
                 volume.problems.append(f"slot {place:#x}: header unreadable: {error}")
     _void(volume, table, stale)
+
+
+def slots_held(places: NDArray[np.uint64], region: int) -> NDArray[np.uint64]:
+    """Slots of a region among places, of which those of one region lie together and ascend, and
+    regions ascend as well, as LMDB has them.
+    """
+    first, stop = np.searchsorted(places, np.array([region << 32, region + 1 << 32], np.uint64))
+    return places[first:stop] & np.uint64(0xFFFFFFFF)
 
 
 def _may_count(volume: Volume, entry: RegionEntry, place: int) -> bool:
@@ -348,7 +379,7 @@ def _small(
     faults = small_misfits(found.records)
     env = volume.environment(SMALL)
     env.names = found.names
-    good = found.records[~faults]
+    good = found.records.where(~faults)
     if found.damaged or faults.any():
         dropped["small_record_damaged"] += found.damaged + int(faults.sum())
         env.commit(removed=[int(p) for p in found.records["place"][faults]])
@@ -357,7 +388,7 @@ def _small(
     return found, env
 
 
-def small_misfits(records: record.Records) -> NDArray[np.bool_]:
+def small_misfits(records: record.Table) -> NDArray[np.bool_]:
     """Which records of small objects are not what one can be."""
     places = records["place"].astype(np.uint64)
     wrong: NDArray[np.bool_] = (places >> np.uint64(32)) != SMALL_BIT >> 32

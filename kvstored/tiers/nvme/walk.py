@@ -1,29 +1,32 @@
 """The child process that reads LMDB environments at start, so that the daemon need not.
 
 A truncated LMDB file kills the process that reads it (SIGBUS), and a damaged one may do worse. The
-child checks each environment, writes its contents to the descriptor it was given (records, then a
-JSON document) and prints the sizes of both. Exit status 3, with a message on stderr, is a
-complaint.
+child checks each environment, writes its contents to the descriptor it was given (the columns of
+`record.layout`, then a JSON document) and prints how many records there are room for and how many
+there are, and the size of the document. Exit status 3, with a message on stderr, is a complaint.
 
     python -m kvstored.tiers.nvme.walk VOLUME_HEX FD (DIRECTORY MAX_RECORDS)...
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
 
 from kvstored.tiers.nvme import index, record
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _COMPLAINT = 3
-_KEYS_AT_ONCE = 256
+_RECORDS_AT_ONCE = 8192
 _MAX_DAMAGED = 10_000
 
 
@@ -47,7 +50,9 @@ def main(argv: list[str]) -> int:
 
 
 def walk(directory: Path, volume: bytes, limit: int, fd: int) -> list[int]:
-    """Write the environment's contents to `fd`; the sizes of both parts in bytes."""
+    """Append the environment's contents to the file `fd`; records expected, records whole, and the
+    document's bytes.
+    """
     held = os.stat(directory / "data.mdb").st_size
     env = lmdb.open(
         str(directory), readonly=True, lock=False, max_dbs=len(index.DATABASES), readahead=True
@@ -66,43 +71,84 @@ def walk(directory: Path, volume: bytes, limit: int, fd: int) -> list[int]:
         expected = txn.stat(names[index.RECORDS])["entries"]
         if expected > limit:
             raise ComplaintError(f"{expected} records, at most {limit} can be")
-        found = damaged = 0
+        columns = _Columns(fd, expected)
+        found = 0
         rejected: list[tuple[str, str]] = []
-        for part in _records(txn, names[index.RECORDS]):
+        for part in _records(txn, names[index.RECORDS], expected):
             found += len(part)
+            if found > expected:
+                raise ComplaintError(f"more than {expected} records, which were expected")
             rows = np.ascontiguousarray(part["row"])
             good = record.whole(rows, int.from_bytes(volume[:8], "little"))
-            damaged += int((~good).sum())
+            if good.all():
+                columns.add(rows)
+                continue
+            columns.add(rows[good])
             rejected += [
                 (part["key"][i].tobytes().hex(), rows[i].tobytes().hex())
                 for i in np.flatnonzero(~good)[: _MAX_DAMAGED - len(rejected)]
             ]
-            _write_all(fd, rows[good].tobytes())
         if found != expected:
             raise ComplaintError(f"{found} records found, {expected} expected")
+        damaged = found - columns.count
         rest = _tables(txn, names) | {"damaged": damaged, "rejected": rejected}
     document = json.dumps(rest).encode()
+    os.lseek(fd, 0, os.SEEK_END)
     _write_all(fd, document)
-    return [(found - damaged) * record.RECORD_BYTES, len(document)]
+    return [expected, columns.count, len(document)]
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    left = memoryview(data)
+class _Columns:
+    """Columns behind all that a file holds already, which are filled from the front."""
+
+    def __init__(self, fd: int, capacity: int) -> None:
+        self._fd = fd
+        begins, size = record.layout(capacity)
+        before = os.fstat(fd).st_size
+        os.ftruncate(fd, before + size)
+        self._at = {name: before + begin for name, begin in begins.items()}
+        self.count = 0
+
+    def add(self, rows: record.Records) -> None:
+        """Add records."""
+        for name, kind in record.COLUMNS.items():
+            # The items of a column as they are, whatever they consist of; only `place` is swapped.
+            values = rows[name] if rows[name].ndim == 1 else _whole(rows, name)
+            packed = np.ascontiguousarray(values.astype(kind) if name == "place" else values)
+            _write_all(self._fd, packed, self._at[name] + self.count * kind.itemsize)
+        self.count += len(rows)
+
+
+def _whole(rows: record.Records, name: str) -> NDArray[Any]:
+    """A column of fixed-size strings as one item each: copied many times faster."""
+    kind, offset = _FIELDS[name][:2]
+    return np.ndarray(len(rows), f"V{kind.itemsize}", rows, offset, (record.RECORD_BYTES,))
+
+
+def _write_all(fd: int, data: bytes | NDArray[Any], offset: int | None = None) -> None:
+    left = memoryview(data).cast("B") if isinstance(data, bytes) else data.view("u1").data
     while left:
-        left = left[os.write(fd, left) :]
+        done = os.write(fd, left) if offset is None else os.pwrite(fd, left, offset)
+        left = left[done:]
+        offset = offset if offset is None else offset + done
 
 
+_FIELDS: Mapping[str, Any] = record.RECORD.fields or {}
 _WITH_KEY = np.dtype([("key", "u1", 4), ("row", record.RECORD)])
 
 
-def _records(txn: lmdb.Transaction, db: lmdb._Database) -> Iterator[np.ndarray]:
-    """All records with their keys, some hundred regions at a time."""
-    keys = iter(list(txn.cursor(db).iternext_nodup(keys=True, values=False)))
-    while some := list(itertools.islice(keys, _KEYS_AT_ONCE)):
-        if any(len(key) != 4 for key in some):
-            raise ComplaintError("a key of another length")
+def _records(txn: lmdb.Transaction, db: lmdb._Database, expected: int) -> Iterator[np.ndarray]:
+    """All records with their keys, some thousand at a time: as many as a cache holds."""
+    keys = list(txn.cursor(db).iternext_nodup(keys=True, values=False))
+    if any(len(key) != 4 for key in keys):
+        raise ComplaintError("a key of another length")
+    step = max(1, _RECORDS_AT_ONCE * len(keys) // max(1, expected))
+    for at in range(0, len(keys), step):
         raw = txn.cursor(db).getmulti(
-            some, dupdata=True, dupfixed_bytes=record.RECORD_BYTES, keyfixed=True
+            keys[at : at + step],
+            dupdata=True,
+            dupfixed_bytes=record.RECORD_BYTES,
+            keyfixed=True,
         )
         yield np.frombuffer(raw, _WITH_KEY)
 

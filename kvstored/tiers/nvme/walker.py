@@ -26,7 +26,7 @@ class WalkError(Exception):
 class Loaded:
     """What one environment holds."""
 
-    records: record.Records = field(default_factory=lambda: record.from_bytes(b""))
+    records: record.Table = field(default_factory=lambda: record.Table.of(record.from_bytes(b"")))
     names: NameTable = field(default_factory=NameTable)
     families: dict[tuple[str, bytes], bytes] = field(default_factory=dict)
     opened: dict[int, bytes] = field(default_factory=dict)
@@ -43,15 +43,18 @@ def walk(volume: bytes, environments: Sequence[tuple[Path, int]], timeout_s: flo
     try:
         sizes = _run(volume, environments, fd, timeout_s)
         total = os.fstat(fd).st_size
-        if total != sum(map(sum, sizes)) or len(sizes) != len(environments):
+        expected = sum(record.layout(most)[1] + document for most, _, document in sizes)
+        if total != expected or len(sizes) != len(environments):
             raise WalkError("the child's answer is incomplete")
         shared = memoryview(mmap.mmap(fd, total, access=mmap.ACCESS_READ))
     finally:
         os.close(fd)
     found = []
-    for rows, document in sizes:
-        found.append(_loaded(shared[:rows], json.loads(bytes(shared[rows : rows + document]))))
-        shared = shared[rows + document :]
+    for most, count, document in sizes:
+        _, columns = record.layout(most)
+        text = bytes(shared[columns : columns + document])
+        found.append(_loaded(record.table_over(shared, most, count), json.loads(text)))
+        shared = shared[columns + document :]
     return found
 
 
@@ -78,10 +81,10 @@ def _run(
         said = done.stderr.decode(errors="replace").strip()[-_MESSAGE_BYTES:]
         died = f"signal {-done.returncode}" if done.returncode < 0 else f"exit {done.returncode}"
         raise WalkError(f"{died}: {said}" if said else died)
-    return [[int(rows), int(document)] for rows, document in json.loads(done.stdout)]
+    return [[int(most), int(count), int(size)] for most, count, size in json.loads(done.stdout)]
 
 
-def _loaded(rows: memoryview, document: dict[str, object]) -> Loaded:
+def _loaded(records: record.Table, document: dict[str, object]) -> Loaded:
     """Values from the child's JSON, which is trusted: it is our own code on checked data."""
     names, families = document["names"], document["families"]
     opened, rejected = document["opened"], document["rejected"]
@@ -94,7 +97,7 @@ def _loaded(rows: memoryview, document: dict[str, object]) -> Loaded:
         for kind, table in names.items()
     }
     return Loaded(
-        records=record.from_bytes(rows),
+        records=records,
         names=NameTable.from_saved(saved),
         families={
             (bytes.fromhex(namespace).decode(), bytes.fromhex(fingerprint)): bytes.fromhex(spec)

@@ -74,6 +74,7 @@ class Writer:
         self._dirty: dict[tuple[int, int], Dirty] = {}  # (namespace number, object row)
         self._writing: dict[asyncio.Task[None], list[Dirty]] = {}  # the batches under way
         self._placing: list[Dirty] = []  # the batch that is getting its places
+        self._stuck: set[asyncio.Task[None]] = set()  # one for each payload a device may still read
         self._work = asyncio.Event()
         self._left: dict[tuple[int, int], Dirty] = {}  # failed; in RAM only, as far as known
         self.dirty_bytes = 0
@@ -185,13 +186,32 @@ class Writer:
         return batch
 
     async def _write(self, items: list[tuple[Dirty, ObjectWrite]]) -> None:
+        stuck: set[int] = set()
         try:
             outcomes = await self._tier.write([item for _, item in items])
             for (dirty, item), outcome in zip(items, outcomes, strict=True):
+                if outcome is WriteOutcome.STUCK:
+                    stuck.add(item.place)
+                    self._keep(dirty.ram_place, item)
                 self._settle(dirty, item.place, outcome)
         finally:
             for _, item in items:
-                let_go(item.payload)
+                if item.place not in stuck:
+                    let_go(item.payload)
+
+    def _keep(self, ram_place: int, item: ObjectWrite) -> None:
+        """Keep the bytes of a write in place that a silent device may still read."""
+        self._ram.lease(ram_place)
+
+        async def wait() -> None:
+            await self._tier.released(item.place)
+            let_go(item.payload)
+            self._ram.release(ram_place)
+            self._trash.freed.notify()
+
+        task = asyncio.create_task(wait(), name="store-writer-stuck")
+        self._stuck.add(task)
+        task.add_done_callback(self._stuck.discard)
 
     def _settle(self, dirty: Dirty, place: int, outcome: WriteOutcome) -> None:
         if outcome is not WriteOutcome.OK:

@@ -70,6 +70,7 @@ class WriteOutcome(enum.Enum):
     OK = "ok"
     FAILED = "failed"  # not readable, the place is free again; the tier may be ill
     DOWN = "down"
+    STUCK = "stuck"  # as FAILED; but the payload is in use until `Tier.released` says otherwise
 
 
 class ReadOutcome(enum.Enum):
@@ -243,6 +244,12 @@ class Tier(ABC):
 
         Cancellation of the caller does not cut a write short: the tier finishes it.
         """
+
+    async def released(self, place: int) -> None:
+        """Wait until the payload of a write that was STUCK is in use no more, which may take for
+        ever. Default: at once; no write is ever STUCK.
+        """
+        del place
 
     @abstractmethod
     async def read(

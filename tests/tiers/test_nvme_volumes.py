@@ -16,7 +16,7 @@ from tiers.nvme_volumes_helpers import PATIENCE, World, until
 
 from kvstored.errors import DataDirectoryError
 from kvstored.io.faults import Fault
-from kvstored.tiers.base import NoRoom, ReadOutcome
+from kvstored.tiers.base import NoRoom, ObjectWrite, ReadOutcome, WriteOutcome
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.volumes import LastVolume, UnknownVolume
 
@@ -166,6 +166,31 @@ async def test_short_trouble_costs_nothing_that_it_holds(world: World) -> None:
     assert held.items() <= world.held.items()
     await world.assert_all_read()
     assert world.tier.usage().objects == len(world.held), "what was answered as failed is gone"
+
+
+async def test_payload_of_a_stuck_write_is_in_use(world: World) -> None:
+    """Until the device has let go of it; what it wrote of it is gone then."""
+    await world.put_new(1, 6)
+    release = threading.Event()
+    world.files.inject(Fault("pwritev", f"{world.root}/v1/data", stuck=release))
+    samples = [make_sample(100 * KIB, 50 + i) for i in range(3)]
+    places = await world.tier.reserve("default", [100 * KIB] * 3)
+    items = [
+        ObjectWrite(place, s.meta, s.payload)
+        for s, place in zip(samples, places, strict=True)
+        if not isinstance(place, NoRoom)
+    ]
+    outcomes = await world.tier.write(items)
+    assert outcomes.count(WriteOutcome.OK) == 2
+    (stuck,) = [i.place for i, o in zip(items, outcomes, strict=True) if o is WriteOutcome.STUCK]
+    held = asyncio.ensure_future(world.tier.released(stuck))
+    await asyncio.sleep(0)
+    assert not held.done()
+    release.set()
+    await held
+    await world.becomes(1, VolumeState.OK)
+    await until(lambda: world.tier.usage().objects == 8)
+    await world.tier.released(stuck)
 
 
 async def test_refused_writes_leave_it_readable(world: World) -> None:

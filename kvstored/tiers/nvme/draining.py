@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -39,13 +39,19 @@ class Moved:
     """
 
     found: Recovered
+    lives: list[int]  # of the volumes, when they were written
 
 
 class Move:
     """The move of everything on one volume."""
 
-    def __init__(self, owner: Tier, tier: VolumeTier, found: Recovered) -> None:
-        """`tier` is read; `owner` takes what is read, and does not place anything on `tier`."""
+    def __init__(
+        self, owner: Tier, tier: VolumeTier, found: Recovered, lives: Callable[[], list[int]]
+    ) -> None:
+        """`tier` is read; `owner` takes what is read, and does not place anything on `tier`.
+        `lives()` says which life each volume is in: what was moved to another one is lost again.
+        """
+        self._lives = lives
         self._owner = owner
         self._tier = tier
         self._found = found
@@ -67,6 +73,9 @@ class Move:
 
     async def hand_over(self, moved: Moved, keep: NDArray[np.bool_]) -> None:
         """Have the store know of moved objects, but for those that were deleted meanwhile."""
+        numbers = (moved.found.place >> np.uint64(VOLUME_SHIFT)).astype(np.int64)
+        same = np.array(self._lives(), np.int64) == np.array(moved.lives, np.int64)
+        keep = keep & same[numbers]
         unwanted = moved.found.place[~keep].tolist()
         kept = merging.rows(moved.found, keep)
         self.moved += len(kept.place)
@@ -76,6 +85,7 @@ class Move:
             await self._owner.delete(unwanted)
 
     async def _move(self, rows: list[int]) -> Moved:
+        lives = self._lives()
         reads = [self._read(row) for row in rows]
         pieces: dict[int, bytes] = {}
 
@@ -96,7 +106,7 @@ class Move:
                 if outcome is WriteOutcome.OK:
                     done.append((row, item.place))
         found = merging.rows(self._found, np.array([row for row, _ in done], np.int64))
-        return Moved(replace(found, place=np.array([place for _, place in done], np.uint64)))
+        return Moved(replace(found, place=np.array([place for _, place in done], np.uint64)), lives)
 
     async def _place(
         self, namespace: str, objects: list[tuple[int, ObjectRead, bytes]]

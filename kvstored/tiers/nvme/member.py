@@ -330,6 +330,11 @@ class Call(Generic[R]):
         self._late = late
         self._undo_cancelled = undo_cancelled
 
+    @property
+    def ended(self) -> asyncio.Future[Any]:
+        """Done once the volume is through with it, given up or not. Its outcome means nothing."""
+        return self._task
+
     async def answer(self) -> R | None:
         """What the volume answers, or None once it is given up. Await it in any case; cancelling
         does not cut short what was begun.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvstored.io.base import Files, RealFiles
 from kvstored.tiers.base import (
@@ -72,6 +73,7 @@ class NvmeTier(Tier):
         ]
         self._volumes = Volumes(self, self._members, files, registry, self._patience)
         self._placing = Placing(self._members, namespace_cap)
+        self._stuck: dict[int, asyncio.Future[Any]] = {}  # by place: writes that were given up
         self._down = True
 
     # ---- what it is ---------------------------------------------------------------------------
@@ -174,8 +176,8 @@ class NvmeTier(Tier):
     async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
         """See Tier; raises ValueError as VolumeTier.write does.
 
-        An object whose device does not answer is FAILED, although the device may still read its
-        payload: what it makes of that is deleted again, and is not readable in between.
+        An object whose device does not answer is STUCK: what the device makes of it in the end is
+        deleted again, and is not readable in between.
         """
         if self._down:
             return [WriteOutcome.DOWN] * len(items)
@@ -192,7 +194,17 @@ class NvmeTier(Tier):
         for (indices, write), answer in zip(begun, found, strict=True):
             for i, outcome in zip(indices, write.outcomes(answer), strict=True):
                 outcomes[i] = outcome
+                if outcome is WriteOutcome.STUCK and write.call is not None:
+                    self._stuck[items[i].place] = write.call.ended
         return outcomes
+
+    async def released(self, place: int) -> None:
+        """See Tier."""
+        ended = self._stuck.get(place)
+        if ended is not None:
+            await asyncio.wait([ended])
+            if self._stuck.get(place) is ended:
+                del self._stuck[place]
 
     def _begin_write(self, member: Member, items: Sequence[ObjectWrite]) -> _Write:
         inner = [replace(item, place=item.place & PLACE_MASK) for item in items]
@@ -303,9 +315,11 @@ class _Write:
 
     def outcomes(self, answer: list[WriteOutcome] | None) -> list[WriteOutcome]:
         """What became of each object."""
-        if self.call is None or self._member.life != self._life:
+        if self.call is None:
             return [WriteOutcome.DOWN] * self._count
-        return [WriteOutcome.FAILED] * self._count if answer is None else answer
+        if answer is None:
+            return [WriteOutcome.STUCK] * self._count
+        return answer if self._member.life == self._life else [WriteOutcome.DOWN] * self._count
 
 
 def _make(spec: VolumeSpec, files: Files) -> VolumeTier:

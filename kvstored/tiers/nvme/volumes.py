@@ -454,7 +454,7 @@ class Volumes:
     async def _drain_out(self, member: Member, tier: VolumeTier, found: Recovered) -> None:
         """Move what a volume holds elsewhere, and have it count as empty from then on."""
         await self._store_is_ready()
-        move = draining.Move(self._owner, tier, found)
+        move = draining.Move(self._owner, tier, found, self._lives)
         async for moved in move.slices():
             gone = merging.doomed(moved.found, self.away.pending(member.uuid))
             await move.hand_over(moved, ~gone)
@@ -466,6 +466,9 @@ class Volumes:
         except FAILURES as error:
             _log.warning("volume %s: %s", member.spec.name, error)
         await self._note_drained(member)
+
+    def _lives(self) -> list[int]:
+        return [m.life for m in self._members]
 
     async def _note_drained(self, member: Member) -> None:
         """Durably: what the volume holds is void, and it is not used."""

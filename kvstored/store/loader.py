@@ -33,7 +33,8 @@ from kvstored_client.proto import kvstore_pb2 as pb
 
 log = logging.getLogger("kvstored.store")
 
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 32 << 20
+"""Read in one go: enough to keep a device busy with large transfers."""
 
 
 @dataclass(frozen=True, slots=True)

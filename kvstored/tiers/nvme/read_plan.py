@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from kvstored.tiers.base import PIECE_BYTES
 from kvstored.tiers.nvme.header import HEADER_BYTES
 
-TRANSFER_BYTES = 2 << 20
-"""Payload of one transfer, at most. Larger objects are cut, adjacent smaller ones read together:
-with 1 MiB a device gives a tenth less, with more the first object comes later.
+TRANSFER_BYTES = 4 << 20
+"""Payload of one transfer, more or less, where much is read at once: fewer and larger ones leave
+less to do for processors that have other work, and more at the device while they do that.
 """
 
 GAP_BYTES = 16 << 10
@@ -64,20 +64,29 @@ class Transfer:
         return found
 
 
-def plan(slots: Iterable[Slot], most_bytes: int = TRANSFER_BYTES) -> list[Transfer]:
-    """Transfers of at most that much payload (whole pieces of it), in order of their offset."""
+def transfer_bytes(payload_bytes: int, at_once: int) -> int:
+    """What one transfer should bring for `at_once` of them to have a share of that much payload."""
+    share = -(-payload_bytes // (at_once * PIECE_BYTES)) * PIECE_BYTES
+    return min(max(share, PIECE_BYTES), TRANSFER_BYTES)
+
+
+def plan(slots: Iterable[Slot], about_bytes: int = TRANSFER_BYTES) -> list[Transfer]:
+    """Transfers in order of their offset. Objects of more than `about_bytes` are cut into parts of
+    whole pieces, each of at most half as much again and a piece; smaller neighbours are read
+    together, up to `about_bytes`.
+    """
     found: list[Transfer] = []
     first = end = payload_bytes = 0
     spans: list[Span] = []
     for slot in sorted(slots, key=lambda slot: slot.offset_bytes):
         gap = slot.offset_bytes - end
-        together = payload_bytes + slot.padded_bytes <= most_bytes and len(spans) < MAX_SPANS
+        together = payload_bytes + slot.padded_bytes <= about_bytes and len(spans) < MAX_SPANS
         if not (spans and together and 0 <= gap <= GAP_BYTES):
             if spans:
                 found.append(Transfer(first, tuple(spans)))
             spans, payload_bytes, first, gap = [], 0, slot.offset_bytes, 0
-        if slot.padded_bytes > most_bytes:
-            found += _cut(slot, most_bytes)
+        if slot.padded_bytes > about_bytes:
+            found += _cut(slot, about_bytes)
             continue
         spans.append(Span(slot.index, 0, slot.padded_bytes, gap))
         payload_bytes += slot.padded_bytes
@@ -87,9 +96,9 @@ def plan(slots: Iterable[Slot], most_bytes: int = TRANSFER_BYTES) -> list[Transf
     return found
 
 
-def _cut(slot: Slot, most_bytes: int) -> list[Transfer]:
+def _cut(slot: Slot, about_bytes: int) -> list[Transfer]:
     """Transfers of nearly the same size, cut where pieces end."""
-    count = -(-slot.padded_bytes // most_bytes)
+    count = max(1, (slot.padded_bytes + about_bytes // 2) // about_bytes)
     step = -(-slot.padded_bytes // (count * PIECE_BYTES)) * PIECE_BYTES
     found = []
     for start in range(0, slot.padded_bytes, step):

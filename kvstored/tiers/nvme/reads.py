@@ -1,9 +1,9 @@
 """How objects are read from one volume: many transfers at once, each verified as it returns.
 
 Transfers wait in one queue, those of one read in the order of their offsets, those of an earlier
-read first. `threads` of them are at the device at a time, so at most `threads` times
-TRANSFER_BYTES are in flight. A thread hashes what its transfer brought before it takes the next
-one; an object is settled when the last of its transfers is.
+read first. `threads` of them are at the device at a time, about TRANSFER_BYTES each: that is what
+is in flight at most. A thread hashes what its transfer brought before it takes the next one; an
+object is settled when the last of its transfers is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstored.tiers.nvme.device import DataFile, aligned_block
 from kvstored.tiers.nvme.format import DamagedError, RegionEntry
 from kvstored.tiers.nvme.header import HEADER_BYTES, Where
 from kvstored.tiers.nvme.index import Environment
-from kvstored.tiers.nvme.read_plan import GAP_BYTES, MAX_SPANS, Slot, Transfer, plan
+from kvstored.tiers.nvme.read_plan import GAP_BYTES, MAX_SPANS, Slot, Transfer, plan, transfer_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -186,9 +186,10 @@ class Reads:
             objects[job.index] = obj
             offset = self._data.offset(job.entry, job.item.place)
             slots.append(Slot(job.index, offset, padded_bytes(length)))
+        total = sum(slot.padded_bytes for slot in slots)
         works = [
             _Work([objects[span.index] for span in transfer.spans], transfer)
-            for transfer in plan(slots)
+            for transfer in plan(slots, transfer_bytes(total, self._threads))
         ]
         works += [_Work(small[i : i + MAX_SPANS], None) for i in range(0, len(small), MAX_SPANS)]
         for work in works:

@@ -1,0 +1,1 @@
+"""Object storage: one bucket under many nodes."""

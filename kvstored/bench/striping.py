@@ -43,6 +43,8 @@ def main() -> int:
     except (BenchError, OSError) as error:
         sys.stderr.write(f"striping: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130
     found = json.dumps(report("striping", cases)) if args.json else table(cases)
     sys.stdout.write(found + "\n")
     return 0

@@ -294,8 +294,13 @@ async def test_drain_moves_what_has_room(world: World) -> None:
     samples = await world.put_new(1, 30)
     await world.tier.remember_family("default", b"\x01" * 32, b"spec")
     gone = [world.held[p] for p in world.on(1)][:3]
+    gate = threading.Event()
+    copying = world.files.inject(Fault("pwritev", f"{world.root}/v0/data", stuck=gate, times=1))
     await world.tier.drain("v1")
-    assert await world.delete(gone)
+    assert await world.delete(gone[:1])
+    await until(lambda: bool(copying.hits))
+    assert await world.delete(gone[1:]), "while they are being copied"
+    gate.set()
     await world.becomes(1, VolumeState.DRAINED)
     assert not world.on(1)
     assert world.keys() == {s.meta.key for s in samples} - {s.meta.key for s in gone}

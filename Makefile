@@ -67,6 +67,7 @@ bench: deps
 	$(BIN)/kvctl bench local --json
 	$(BIN)/kvctl bench lookup --json
 	$(BIN)/kvctl bench disk --json
+	$(BIN)/kvctl bench restart --json
 
 # Paired with redis-server where that is installed.
 bench-peers: deps

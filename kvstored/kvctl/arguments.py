@@ -179,6 +179,22 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="S",
         help="least time under load before the loop's lag is read, whose window is 60 s (62)",
     )
+    text = "start with many objects on NVMe, until it serves; daemon and volume are its own"
+    restart = benches.add_parser("restart", help=text, description=text, parents=[common])
+    restart.add_argument(
+        "--indexed-objects",
+        type=int,
+        default=1_000_000,
+        metavar="N",
+        help="objects on the volume (1000000)",
+    )
+    restart.add_argument("--rounds", type=int, default=5, metavar="N", help="at least 5 (5)")
+    restart.add_argument(
+        "--directory",
+        type=Path,
+        metavar="DIR",
+        help="where the volume is made (where temporary files are)",
+    )
 
 
 def _bench_prefixes(sizes: str = "1,4", rounds: int = 21) -> argparse.ArgumentParser:

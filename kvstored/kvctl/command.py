@@ -173,6 +173,17 @@ def _bench_lookup(args: argparse.Namespace, _access: Access) -> list[Case]:
     return lookup.run(settings, _say)
 
 
+def _bench_restart(args: argparse.Namespace, _access: Access) -> list[Case]:
+    from kvstored.bench import restart
+
+    if args.target:
+        raise Mistake("bench restart starts its own daemon, again and again")
+    settings = restart.Settings(
+        objects=args.indexed_objects, rounds=args.rounds, directory=args.directory
+    )
+    return restart.run(settings, _say)
+
+
 def _object_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     try:
         sizes = tuple(int(word) << 20 for word in args.object_mib.split(","))
@@ -193,6 +204,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
     "local": _bench_local,
     "disk": _bench_disk,
     "lookup": _bench_lookup,
+    "restart": _bench_restart,
 }
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Access], Outcome]] = {

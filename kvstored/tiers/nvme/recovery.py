@@ -312,13 +312,16 @@ def _void_unfinished(volume: Volume, table: Sequence[RegionEntry], index: Loaded
     back as an object if the index were lost later, after a newer copy was written and deleted.
     """
     stale = []
+    places = index.records["place"]
+    if not (places[1:] > places[:-1]).all():  # LMDB has them so, if nobody meddled with it
+        places = np.sort(places)
     for region, bitmap in index.opened.items():
         if region >= len(table) or table[region].state is not RegionState.DEDICATED:
             continue
         entry = table[region]
         count = volume.superblock.region_bytes // entry.slot_bytes
         slots = opened_slots(bitmap, count)
-        held = slots_held(index.records["place"], region)
+        held = slots_held(places, region)
         for slot in slots[~np.isin(slots, held)].tolist():
             place = place_of(region, slot)
             try:
@@ -330,9 +333,7 @@ def _void_unfinished(volume: Volume, table: Sequence[RegionEntry], index: Loaded
 
 
 def slots_held(places: NDArray[np.uint64], region: int) -> NDArray[np.uint64]:
-    """Slots of a region among places, of which those of one region lie together and ascend, and
-    regions ascend as well, as LMDB has them.
-    """
+    """Slots of a region among places in ascending order."""
     first, stop = np.searchsorted(places, np.array([region << 32, region + 1 << 32], np.uint64))
     return places[first:stop] & np.uint64(0xFFFFFFFF)
 

@@ -108,7 +108,6 @@ class Region:
         self.states[slots] = PlaceState.RESERVED
         self.owners[slots] = owner
         self.free -= len(slots)
-        self._longest = -1
 
     def release(self, slots: Sequence[int]) -> None:
         """Make used slots free."""

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-<<<<<<< HEAD
 from tiers.conformance import KIB, MIB, Sample, assert_holds, make_sample, reserve_one, store
-=======
-from tiers.conformance import KIB, MIB, Sample, assert_holds, make_sample, store
->>>>>>> upstream
 from tiers.nvme_helpers import keys, make_tier, reopen
 from tiers.test_nvme_faults import Gate
 
@@ -203,17 +199,8 @@ async def test_slots_that_are_used_again_are_open(tier: VolumeTier, files: Fault
 
 
 async def test_large_and_small_and_odd_lengths_in_one_call(tmp_path: Path) -> None:
-<<<<<<< HEAD
     lengths = [MIB + 5, 4 * KIB, LENGTH, 1_900_000, 64 * KIB, LENGTH, 70_001]
     samples = [make_sample(length, seed) for seed, length in enumerate(lengths)]
-=======
-    samples = [
-        make_sample(length, seed)
-        for seed, length in enumerate(
-            [MIB + 5, 4 * KIB, LENGTH, 1_900_000, 64 * KIB, LENGTH, 70_001]
-        )
-    ]
->>>>>>> upstream
     tier = make_tier(tmp_path)
     await tier.open()
     places = await put(tier, samples)
@@ -249,37 +236,19 @@ async def test_a_failed_sync_is_not_forgotten_by_the_next(
     """
     first, second = make_sample(LENGTH, 1), make_sample(600_000, 2)
     kept = await store(tier, [make_sample(LENGTH, 50), make_sample(600_000, 51)])
-<<<<<<< HEAD
     items = [
         ObjectWrite(await reserve_one(tier, sample), sample.meta, sample.payload)
         for sample in (first, second)
-=======
-    places = [
-        p for s in (first, second) for p in await tier.reserve("default", [s.meta.length_bytes])
-    ]
-    assert not any(isinstance(p, NoRoom) for p in places)
-    items = [
-        ObjectWrite(p, s.meta, s.payload)
-        for p, s in zip(places, (first, second), strict=True)
-        if not isinstance(p, NoRoom)
->>>>>>> upstream
     ]
     gate = Gate()
     files.inject(Fault("fdatasync", "*/data", stuck=gate, error=errno.EIO, times=1))
     writing = asyncio.ensure_future(tier.write(items[:1]))
     await gate.entered.wait()
-<<<<<<< HEAD
     passed = Gate()
     passed.set()
     files.inject(Fault("pwritev", "*/data", stuck=passed, times=1))
     late = asyncio.ensure_future(tier.write(items[1:]))
     await passed.entered.wait()
-=======
-    writes = files.calls["pwritev"]
-    late = asyncio.ensure_future(tier.write(items[1:]))
-    while files.calls["pwritev"] == writes:
-        await asyncio.sleep(0)
->>>>>>> upstream
     gate.set()
     assert await writing == [WriteOutcome.FAILED]
     assert await late == [WriteOutcome.FAILED]

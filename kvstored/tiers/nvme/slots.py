@@ -108,6 +108,7 @@ class Region:
         self.states[slots] = PlaceState.RESERVED
         self.owners[slots] = owner
         self.free -= len(slots)
+        self._longest = -1
 
     def release(self, slots: Sequence[int]) -> None:
         """Make used slots free."""

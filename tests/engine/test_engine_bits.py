@@ -12,6 +12,7 @@ from kvstored_client.engine.engine import Engine, make_engine
 from kvstored_client.engine.model import TILE_TOKENS, LlamaModel
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
+from kvstored_client.engine.types import Segment
 
 WEIGHTS = "ab" * 32
 CASES = [(length, 0.0) for length in (1, 32, 63, 64, 65, 127, 128, 300)] + [(65, 0.8), (256, 0.8)]
@@ -92,7 +93,7 @@ def kv_of(table: BlockTable, tokens: int) -> torch.Tensor:
 def steps(model: LlamaModel, tokens: list[int], cuts: list[int]) -> torch.Tensor:
     table = BlockTable(BlockPool(model.config, 8), len(tokens))
     for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
-        model.forward(tokens[start:stop], start, table)
+        model.forward([Segment(table, tokens[start:stop], start, wants_logits=False)])
     return kv_of(table, len(tokens))
 
 

@@ -13,6 +13,7 @@ from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.hook import KVStoreHook, Loaded, PrefixStore, family_of
 from kvstored_client.engine.model import LlamaModel
 from kvstored_client.engine.sampler import Sampler, Sampling
+from kvstored_client.engine.types import Segment
 
 
 class PromptError(ValueError):
@@ -159,7 +160,7 @@ class Engine:
             stop = min(len(prompt), (start // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
             if stop == len(prompt):
                 break
-            self.model.forward(prompt[start:stop], start, table)
+            self.model.forward([Segment(table, prompt[start:stop], start, wants_logits=False)])
             start = stop
         logits = self._step(prompt[start:stop], start, table)
         if on_prefill is not None:
@@ -167,8 +168,10 @@ class Engine:
         return logits
 
     def _step(self, token_ids: Sequence[int], start: int, table: BlockTable) -> torch.Tensor:
-        hidden = self.model.forward(token_ids, start, table)
-        return self.model.logits(hidden[-1], start + len(token_ids) - 1)
+        (logits,) = self.model.forward([Segment(table, token_ids, start, wants_logits=True)])
+        if logits is None:
+            raise RuntimeError("the model gave no logits where they were wanted")
+        return logits
 
     def _store(
         self, token_ids: Sequence[int], table: BlockTable, start: int, request_salt: bytes

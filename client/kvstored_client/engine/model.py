@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockTable
 from kvstored_client.engine.checkpoint import Checkpoint, LlamaConfig
+from kvstored_client.engine.types import Segment
 
 TILE_TOKENS = 32
 """Rows of every matrix product. Divides CHUNK_TOKENS, so that a tile lies in one chunk."""
@@ -71,7 +72,18 @@ class LlamaModel:
         self._cos, self._sin = rope_tables(self.config)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], start: int, table: BlockTable) -> torch.Tensor:
+    def forward(self, segments: Sequence[Segment]) -> list[torch.Tensor | None]:
+        """Compute the segments and place their KV in their tables. Returns, for each, the logits
+        [vocab_size] after its last token, None where they are not wanted.
+        """
+        logits: list[torch.Tensor | None] = []
+        for segment in segments:
+            hidden = self._hidden(segment.token_ids, segment.start, segment.table)
+            last = segment.start + len(segment.token_ids) - 1
+            logits.append(self._logits(hidden[-1], last) if segment.wants_logits else None)
+        return logits
+
+    def _hidden(self, token_ids: Sequence[int], start: int, table: BlockTable) -> torch.Tensor:
         """Compute the tokens at positions from `start` on and place their KV in `table`.
 
         The tokens lie in one chunk, and the KV of all positions before `start` is in place.
@@ -94,9 +106,8 @@ class LlamaModel:
         rows = [self._rms_norm(x, self._norm)[t.rows] for t, x in zip(tiles, hidden, strict=True)]
         return torch.cat(rows)
 
-    @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits [vocab_size] of one row [hidden_size] of `forward`'s result."""
+    def _logits(self, hidden: torch.Tensor, position: int) -> torch.Tensor:
+        """Logits [vocab_size] of one row [hidden_size] of `_hidden`'s result."""
         tile = torch.zeros(TILE_TOKENS, self.config.hidden_size)
         row = position % TILE_TOKENS
         tile[row] = hidden

@@ -33,8 +33,11 @@ from kvstored_client.proto import kvstore_pb2 as pb
 
 log = logging.getLogger("kvstored.store")
 
+FIRST_BATCH_BYTES = 8 << 20
+"""Read first, so that the device has something to do while room is made for more."""
+
 BATCH_BYTES = 32 << 20
-"""Read in one go: enough to keep a device busy with large transfers."""
+"""Read in one go from then on: enough to keep a device busy with large transfers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class Loader:
         reads: list[asyncio.Task[None]] = []
         try:
             while loads:
-                batch = self._next_batch(loads)
+                batch = self._next_batch(loads, BATCH_BYTES if reads else FIRST_BATCH_BYTES)
                 placed = await self._reserve(batch, until)
                 if not placed:
                     break
@@ -154,11 +157,11 @@ class Loader:
         if reads:
             await asyncio.wait(reads)  # each has answered its waiters and told of its own failure
 
-    def _next_batch(self, loads: list[_Load]) -> list[_Load]:
+    def _next_batch(self, loads: list[_Load], most_bytes: int) -> list[_Load]:
         batch: list[_Load] = []
         nbytes = 0
         for load in loads:
-            if batch and nbytes >= BATCH_BYTES:
+            if batch and nbytes >= most_bytes:
                 break
             batch.append(load)
             nbytes += load.ns.index.object_length[load.row] if load.alive else 0

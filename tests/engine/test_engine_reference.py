@@ -77,7 +77,7 @@ def agrees(token_ids: list[int], expected: torch.Tensor) -> bool:
 def test_positions_all_over_a_prompt_match(
     model: LlamaModel, tokenizer: Tokenizer, reference: LlamaForCausalLM
 ) -> None:
-    tokens = tokenizer.encode(TEXT)[:72]
+    tokens = tokenizer.encode(TEXT * 2)[:72]
     table = BlockTable(BlockPool(model.config, 2), len(tokens))
     cuts = [Segment(table, tokens[i : i + 8], i, wants_logits=True) for i in range(0, 72, 8)]
     logits = [row for row in model.forward(cuts) if row is not None]

@@ -18,8 +18,9 @@ from kvstored_client.engine.sampler import Sampling
 FinishReason = Literal["stop", "length", "abort"]
 
 TakeBlocks = Callable[[int], list[int]]
-"""Takes that many blocks from the pool, one reference each, evicting own prefixes where there are
-too few free ones. Raises OutOfBlocks, taking none. Only for the engine's thread."""
+"""Takes that many of the blocks that are reserved for a prompt, with one reference each. Raises
+OutOfBlocks, taking none, where it is asked for more than the prompt has. For the engine's thread.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,19 @@ class StoreHook(Protocol):
         """Blocks that puts under way may hold at most."""
 
     def begin_match(
-        self, request: Request, start: int, take_blocks: TakeBlocks, tokens_per_s: float
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        start: int,
+        take_blocks: TakeBlocks,
+        tokens_per_s: float,
     ) -> PendingLoad:
-        """Look for the prompt's full chunks from chunk `start` on, and load what is held.
+        """Look for the full chunks of `token_ids` from chunk `start` on, and load what is held.
 
-        Those before `start` are in the engine's own blocks. The hook takes the blocks it loads into
-        by `take_blocks`, within this call or `ready`. `tokens_per_s`: rate at which the engine has
-        computed prompts so far, 0 unknown; a load that takes longer than computing is declined.
+        `token_ids`: the request's prompt, and what was generated before a preemption. Chunks before
+        `start` are in the engine's own blocks. The hook takes the blocks it loads into by
+        `take_blocks`, within this call or within `ready`. `tokens_per_s`: rate at which the engine
+        computes prompts, 0 while unknown; a load that takes longer than computing is declined.
         """
 
     def store(
@@ -168,7 +175,9 @@ class StoreHook(Protocol):
         """
 
     def on_change(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, whenever a load may have become ready."""
+        """Call `wake`, from any thread, whenever a load may have become ready (its deadline passed,
+        too) or blocks came back to the pool.
+        """
 
     def set_epoch(self, weights_epoch: int) -> None:
         """From now on chunks are of other weights. No load is under way."""

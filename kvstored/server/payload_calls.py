@@ -219,6 +219,11 @@ class PutCall(_PayloadCall):
         self._ticket = await dispatcher.store.begin_put(offer)
         return Plan(self._ticket, end)
 
+    def publish_part(self, received: Sequence[Received]) -> None:
+        """Publish what has come so far; `commit` is told of it again."""
+        if self._ticket is not None and not self._closed:
+            self.dispatcher.store.publish_part(self._ticket, received)
+
     async def commit(self, received: Sequence[Received]) -> bytes:
         """Publish; one PutState per object. Runs to its end once begun."""
         return await self.step(lambda: self._commit(received))

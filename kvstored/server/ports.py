@@ -113,6 +113,9 @@ class StorePort(Protocol):
     async def begin_put(self, offer: PutOffer) -> PutTicket:
         """Reserve room."""
 
+    def publish_part(self, ticket: PutTicket, received: Sequence[Received]) -> None:
+        """See Store."""
+
     async def commit_put(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
         """Publish; one PutState per object."""
 

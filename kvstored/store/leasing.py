@@ -18,6 +18,7 @@ from kvstored.store.reading import GetStream
 from kvstored.store.residency import Residency, now_ms
 from kvstored.store.walk import column, objects_of, padded
 from kvstored.tiers.base import ALIGNMENT_BYTES, TierKind, padded_bytes
+from kvstored.tiers.ram.places import Locations
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
 
@@ -52,23 +53,15 @@ def lease_run(
     if (places == NONE).any() or charged > max_bytes:
         return None
     tiers = bytes([TierKind.RAM]) * len(places)
-    leased = _leased(ram, list(range(len(places))), places, tiers, charged)
+    where = ram.lease_located(places)
+    leased = _leased(where, list(range(len(places))), places, tiers, charged)
     residency.touch(ns, chunks)
     return leased, bytes([TierKind.RAM]) * len(chunks)
 
 
 def _leased(
-    ram: RamTier, indices: list[int], places: NDArray[np.int64], tiers: bytes, charged: int
+    where: Locations, indices: list[int], places: NDArray[np.int64], tiers: bytes, charged: int
 ) -> Leased:
-    """Lease places and say where they are."""
-    ram.lease_many(places)
-    return _located(ram, indices, places, tiers, charged)
-
-
-def _located(
-    ram: RamTier, indices: list[int], places: NDArray[np.int64], tiers: bytes, charged: int
-) -> Leased:
-    where = ram.locate_many(places)
     return Leased(
         indices=indices,
         segment_ids=where.segment_ids.tolist(),
@@ -138,7 +131,8 @@ class AcquireStream:
                 places = np.array(self._stream.kept(taken), np.int64)
                 charged = sum(padded_bytes(grant.length_bytes) for grant in taken)
                 tiers = bytes(grant.tier for grant in taken)
-                return _located(self._ram, [g.index for g in taken], places, tiers, charged)
+                where = self._ram.locate_many(places)
+                return _leased(where, [g.index for g in taken], places, tiers, charged)
         return None
 
     def _taken(self, grants: list[Grant]) -> list[Grant]:

@@ -180,6 +180,34 @@ class Putter:
 
     # -- publishing ----------------------------------------------------------------------------
 
+    def publish_part(self, ticket: PutTicket, received: Sequence[Received]) -> None:
+        """Publish what has arrived so far, while the rest of the put is still on its way: so its
+        way to the persistent tier begins. `commit` is told of it again.
+        """
+        opened = self._open.get(ticket.ticket_id)
+        if opened is not None:
+            self._publish_all(opened, ticket, received)
+            lengths = ticket.offer.lengths_bytes
+            self._claim(opened, sum(padded_bytes(lengths[index]) for index in opened.places))
+
+    def _publish_all(
+        self, opened: _Open, ticket: PutTicket, received: Sequence[Received]
+    ) -> NDArray[np.int32]:
+        """Publish what is not published yet. Gives the rows of the run's keys."""
+        ns, offer, states = opened.ns, ticket.offer, ticket.states
+        chunks = ns.index.find_many(offer.run.packed)
+        undecided = (got for got in received if states[got.index] == pb.WANTED)
+        whole = sorted(undecided, key=lambda got: got.index)
+        if _is_new_chain(offer, whole, chunks):
+            self._publish_chain(opened, whole, chunks)
+            for got in whole:
+                states[got.index] = pb.STORED
+        else:
+            added: dict[bytes, int] = {}
+            for got in whole:
+                states[got.index] = self._publish(opened, got, chunks, added)
+        return chunks
+
     async def commit(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
         """Publish what arrived whole and as announced; wait for durability where it was asked.
 
@@ -189,16 +217,7 @@ class Putter:
         ns, offer = opened.ns, ticket.offer  # durability and deadline may be the commit's own
         states = ticket.states
         try:
-            chunks = ns.index.find_many(offer.run.packed)
-            whole = sorted(received, key=lambda r: r.index)
-            if _is_new_chain(offer, whole, chunks):
-                self._publish_chain(opened, whole, chunks)
-                for got in whole:
-                    states[got.index] = pb.STORED
-            else:
-                added: dict[bytes, int] = {}
-                for got in whole:
-                    states[got.index] = self._publish(opened, got, chunks, added)
+            chunks = self._publish_all(opened, ticket, received)
         finally:
             for wanted in ticket.wanted:
                 let_go(wanted.view)

@@ -320,6 +320,13 @@ class Store:
         """Plan a put and reserve its room; end it by `commit_put` or `abort_put`."""
         return await self._putter.begin(self.namespace(offer.run.namespace), offer)
 
+    def publish_part(self, ticket: PutTicket, received: Sequence[Received]) -> None:
+        """Publish what was received so far, if that is of use before the put has come whole: where
+        there is a tier below RAM. `commit_put` is told of it again.
+        """
+        if self.writer is not None:
+            self._putter.publish_part(ticket, received)
+
     async def commit_put(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
         """Publish what was received. Gives one PutState per object."""
         return await self._putter.commit(ticket, received)

@@ -28,6 +28,7 @@ class Filling:
         self._next = 0  # index of the object that is being filled
         self._filled = 0  # its bytes that are in place
         self.received: list[Received] = []
+        self.taken_bytes = 0
 
     def take(self, source: int, nbytes: int) -> None:
         """Take the next bytes of the payload from an address, objects back to back.
@@ -43,6 +44,7 @@ class Filling:
                 taken = self._part(wanted, source, taken)
             source += taken
             nbytes -= taken
+            self.taken_bytes += taken
 
     def _whole(self, wanted: WantedObject, source: int) -> None:
         """An object that is not larger than a piece, in one go."""

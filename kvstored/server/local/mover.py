@@ -189,6 +189,8 @@ class Mover:
                 if work.over or work.stopped is not None or not work.ready():
                     break
                 last = work.step()
+                if not last and work.part_is_due and work.on_part is not None:
+                    self._tell(work.on_part)
                 wrong = work.credit() if isinstance(work, RingWork) else None
                 if wrong is not None:
                     self._end(work, Ending(wrong, violation=True))

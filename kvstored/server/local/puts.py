@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstored.errors import BadRequest, Draining, KvstoredError, ResourceExhausted
@@ -85,13 +85,19 @@ class Puts:
         # Steps in tasks of their own: `call.close` waits for them.
         plan = await asyncio.create_task(call.plan(request))
         watched.until(loop_time(plan.deadline), *_LATE_PUT)
-        received = await self._carry(ring, plan.ticket, reply)
+        received = await self._carry(ring, plan.ticket, reply, call.publish_part)
         watched.waits = Waits.OUTCOME
         states = await asyncio.create_task(call.commit(received))
         reply(pb.PutReply(states=states).SerializeToString(), True)
 
-    async def _carry(self, ring: _Ring, ticket: PutTicket, reply: Reply) -> list[Received]:
-        """Answer with the plan and take the payload."""
+    async def _carry(
+        self,
+        ring: _Ring,
+        ticket: PutTicket,
+        reply: Reply,
+        publish: Callable[[Sequence[Received]], None],
+    ) -> list[Received]:
+        """Answer with the plan and take the payload; what has come is published now and then."""
         assert self._current is not None
         request_id, watched = self._current
         payload_bytes = sum(wanted.length_bytes for wanted in ticket.wanted)
@@ -106,6 +112,7 @@ class Puts:
         watched.waits = Waits.PEER
         filling = Filling(ticket.wanted)
         work = RingWork(filling, watched, ring.channel, request_id, payload_bytes)
+        work.on_part = lambda: publish(filling.received.copy())
         # The mover knows of the put before the client can send anything about it.
         ending, received = await self._carrier.carry(
             work, lambda: reply(plan.SerializeToString(), False)

@@ -19,6 +19,11 @@ from kvstored_client.proto.local import ABANDONED, POSITION
 
 _CREDITS_PER_RING = 4
 
+PART_BYTES = 8 << 20
+"""What a put brings between two publications of what has come: enough to keep a device busy with,
+little enough for it to begin early.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -43,8 +48,19 @@ class Work(ABC):
         self.filling = filling
         self.meter = meter
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.on_part: Callable[[], None] | None = None
+        """Called on the loop, now and then, when more of `filling.received` is there."""
+        self.told_bytes = 0  # of what was taken, when it was last called
         self.over = False  # the rest is the mover's
         self.stopped: KvstoredError | None = None  # set once, from the loop
+
+    @property
+    def part_is_due(self) -> bool:
+        """Whether `on_part` is to be called; once for each PART_BYTES."""
+        if self.on_part is None or self.filling.taken_bytes - self.told_bytes < PART_BYTES:
+            return False
+        self.told_bytes = self.filling.taken_bytes
+        return True
 
     @abstractmethod
     def ready(self) -> bool:

@@ -319,6 +319,10 @@ class RamTier(Tier):
         """
         self._places.lease_many(places)
 
+    def lease_located(self, places: NDArray[np.int64]) -> Locations:
+        """`lease_many`, and `locate_many` of the same: one look at each. Raises as those do."""
+        return self._places.lease_located(places)
+
     def release_many(self, places: NDArray[np.int64]) -> None:
         """`release` of each, in one go; a place may occur as often as it was leased.
 

@@ -31,7 +31,7 @@ from kvstored_client.payload_verbs import DURABILITIES, WHEN_FULL, PayloadVerbs
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
 from kvstored_client.results import MatchResult, PutResult
-from kvstored_client.sending import PutReceipt
+from kvstored_client.sending import PutReceipt, unconfirmed
 from kvstored_client.session import Session
 from kvstored_client.steps import Acquire, Answer, Commit, Reserve, Unary, Verb, remaining_ms
 from kvstored_client.steps import Hold as HoldStep
@@ -154,12 +154,17 @@ class LocalVerbs(PayloadVerbs):
             for cut, grant in reservations:
                 a, b = (cut.start - table.start) * width, (cut.stop - table.start) * width
                 indices = np.flatnonzero(wanted[a:b]).tolist()
-                if not indices:
+                named = wanted[a:b].copy()
+                if how == pb.DURABLE:  # also of what existed one wants to know
+                    named |= states[a:b] == int(pb.EXISTED)
+                    states[a:b] = unconfirmed(states[a:b])
+                # No indices: all that was reserved.
+                if not indices and (not named.any() or pb.WANTED in receipt.states[a:b]):
                     continue
                 request = pb.CommitRequest(ctx=context, durability=how, indices=indices)
                 request.ctx.deadline_ms = remaining_ms(deadline)
                 answer = yield Commit(request, grant, deadline)
-                problem = _committed(answer, states[a:b], wanted[a:b])
+                problem = _committed(answer, states[a:b], named)
                 failure = failure or problem
         finally:
             for _, grant in reservations:

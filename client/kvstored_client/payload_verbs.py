@@ -32,7 +32,7 @@ from kvstored_client.objects import (
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.receiving import GetReceiver, Receipt
 from kvstored_client.results import GetResult, MatchResult, PutResult, States
-from kvstored_client.sending import PutReceipt, PutSender
+from kvstored_client.sending import PutReceipt, PutSender, unconfirmed
 from kvstored_client.session import Session
 from kvstored_client.steps import Download, Upload, Verb, remaining_ms, run
 
@@ -169,9 +169,11 @@ class PayloadVerbs(Calling):
 
                 sender = PutSender(regions, a, regions.sizes[a:b], header)
                 failure = yield from run(Upload(sender, deadline))
-                settled = sender.states or sender.planned
-                if settled:
-                    receipt.states[a:b] = np.frombuffer(settled, np.uint8)
+                settled = np.frombuffer(sender.states or sender.planned, np.uint8)
+                if not sender.states and prototype.durability == pb.DURABLE:
+                    settled = unconfirmed(settled)
+                if len(settled):
+                    receipt.states[a:b] = settled
                 if failure is not None:
                     return failure
             return None

@@ -131,6 +131,13 @@ class PutSender:
             raise GarbageError("an object is still wanted in the last answer")
 
 
+def unconfirmed(states: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """States of a durable put whose last answer has not come: that an object existed is no word on
+    its being durable, which is what that answer waits for.
+    """
+    return np.where(states == int(pb.EXISTED), np.uint8(pb.STORED_NOT_DURABLE), states)
+
+
 @dataclass(slots=True, eq=False)
 class PutReceipt:
     """What a whole put has come to so far; `states`: one PutState per object, 0 if unknown."""

@@ -160,6 +160,15 @@ def test_what_a_plan_settled_counts_although_the_call_died(
     )
 
 
+def test_what_a_plan_found_is_not_known_to_be_durable_when_the_call_died(
+    server: WireServer, make_client: MakeClient
+) -> None:
+    server.on_put = answers(plan(states=bytes([pb.EXISTED] * CHUNKS), payload_bytes=0))
+    result = make_client(server.target).put(PREFIX, DATA, durability="durable")
+    assert set(result.outcomes) == {PutState.STORED_NOT_DURABLE}
+    assert result.reason == "not_durable"
+
+
 def test_objects_that_are_not_offered(server: WireServer, make_client: MakeClient) -> None:
     seen: list[pb.PutHeader] = []
 

@@ -186,6 +186,30 @@ def test_slots_are_written_in_place_and_readable_only_after_commit(served: Local
         assert client.match(FAMILY.prefix(range(3, 70))).chunks == 0, "given up"
 
 
+def test_a_durable_commit_says_what_is_not_durable_of_what_existed(served: LocalServed) -> None:
+    prefix = FAMILY.prefix(range(44, 44 + 64 * 3))
+    data = chunks(3, seed=6)
+    with client_of(served) as client:  # of a daemon that has nothing but RAM
+        assert client.put(prefix, data).stored == 3
+        with client.reserve(prefix) as slots:
+            assert slots.wanted == []
+            put = slots.commit(durability="durable")
+        assert set(put.outcomes) == {PutState.STORED_NOT_DURABLE}
+        with client.reserve(prefix) as slots:
+            assert set(slots.commit().outcomes) == {PutState.EXISTED}
+        client.delete(prefix, start=1, stop=2)
+        client.delete(prefix, start=2, stop=3)
+        with client.reserve(prefix) as slots:
+            for chunk in slots.wanted:
+                slots[chunk][:] = data[chunk].tobytes()
+            put = slots.commit([1], durability="durable")
+        kept = PutState.STORED_NOT_DURABLE
+        assert put.outcomes == (kept, kept, PutState.NOT_OFFERED)
+        with client.reserve(prefix) as slots:
+            put = slots.commit([], durability="durable")
+        assert put.outcomes == (kept, kept, PutState.NOT_OFFERED)
+
+
 def test_a_hold_protects_until_it_is_released(served: LocalServed) -> None:
     prefix = FAMILY.prefix(range(5, 5 + 64 * 4))
     with client_of(served) as client:

@@ -61,13 +61,16 @@ class Daemon:
             environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORED_")}
             with (self.folder / "log").open("ab") as log:
                 self.child = subprocess.Popen(
-                    [sys.executable, "-m", "kvstored", "serve", "--config", self._config()],
+                    [sys.executable, *self._program(), "serve", "--config", self._config()],
                     env={**environ, "NOTIFY_SOCKET": str(notify)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                 )
             self._await_ready(ear)
+
+    def _program(self) -> list[str]:
+        return ["-m", "kvstored"]
 
     def _await_ready(self, ear: socket.socket) -> None:
         assert self.child is not None

@@ -6,6 +6,7 @@ places that became free are handed to `discard`, which gives them back to their 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,6 +18,11 @@ from kvstored.store.index import NONE, TIER_BIT, TIERS
 from kvstored.store.namespace import Namespace
 from kvstored.tiers.base import Tier, TierKind
 from kvstored_client.proto import kvstore_pb2 as pb
+
+_log = logging.getLogger("kvstored.decisions")
+"""Each object that leaves a tier, at level debug, before its place is free: a handler that writes at
+once has written down whatever is not held any more, unless it was lost.
+"""
 
 _FEW = 8  # chunks touched faster one by one than by an array
 TIER_LABEL = {TierKind.RAM: "ram", TierKind.NVME: "nvme", TierKind.OBJECT: "object"}
@@ -107,17 +113,39 @@ class Residency:
         places: NDArray[np.int64],
     ) -> None:
         """`place_object` of many that have no place in the tier, in chunks whose tick is set."""
+        ns.index.place_many(objects, tier, places)
+        for tenant, length, count in self._kinds(ns, objects):
+            charged = count * self.tiers[tier].charge_bytes(length)
+            self.accounts.charge(ns.name, tenant, TIER_LABEL[tier], charged, count)
+            stored = self.accounts.stored[ns.name, tenant, TIER_LABEL[tier]]
+            stored.add(count, 0, count * length)
+
+    def _kinds(self, ns: Namespace, objects: NDArray[np.int32]) -> list[tuple[str, int, int]]:
+        """Tenant, length in bytes, and how many of the objects have these."""
         index = ns.index
-        index.place_many(objects, tier, places)
         chunks = np.frombuffer(index.object_chunk, np.int32)[objects]
         kinds = np.frombuffer(index.tenant, np.uint32)[chunks].astype(np.uint64) << np.uint64(32)
         kinds |= np.frombuffer(index.object_length, np.uint32)[objects]
-        label = TIER_LABEL[tier]
-        for kind, count in zip(*map(np.ndarray.tolist, np.unique_counts(kinds)), strict=True):
-            tenant, length = ns.tenants[kind >> 32], kind & 0xFFFF_FFFF
+        distinct, counts = np.unique(kinds, return_counts=True)
+        pairs = zip(distinct.tolist(), counts.tolist(), strict=True)
+        return [(ns.tenants[kind >> 32], kind & 0xFFFF_FFFF, count) for kind, count in pairs]
+
+    def lose_many(
+        self, ns: Namespace, objects: NDArray[np.int32], tier: TierKind, reason: str
+    ) -> NDArray[np.int32]:
+        """The objects are no longer readable in a tier, which has given up their places by itself;
+        forget those that no other tier has. Gives the chunks (rows) that are left without objects.
+        """
+        gone = self.accounts.evicted[ns.name, TIER_LABEL[tier], reason]
+        for tenant, length, count in self._kinds(ns, objects):
             charged = count * self.tiers[tier].charge_bytes(length)
-            self.accounts.charge(ns.name, tenant, label, charged, count)
-            self.accounts.stored[ns.name, tenant, label].add(count, 0, count * length)
+            self.accounts.charge(ns.name, tenant, TIER_LABEL[tier], -charged, -count)
+            gone.add(count, 0, count * length)
+        ns.index.unplace_many(objects, tier)
+        homeless = np.ones(len(objects), np.bool_)
+        for other in TIERS:
+            homeless &= np.frombuffer(ns.index.place[other], np.int64)[objects] == NONE
+        return ns.index.remove_objects(objects[homeless])
 
     def unplace_object(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> int:
         """The object is no longer readable in a tier. Gives the place, now the caller's."""
@@ -127,7 +155,25 @@ class Residency:
         index.set_place(row, tier, NONE)
         gone = self.accounts.evicted[ns.name, TIER_LABEL[tier], reason]
         gone.add(1, 0, index.object_length[row])
+        if _log.isEnabledFor(logging.DEBUG):
+            self._say_left(ns, row, tier, reason)
         return place
+
+    def _say_left(self, ns: Namespace, row: int, tier: TierKind, reason: str) -> None:
+        """`kept`: the tiers that still have the object, "" if it is held no more."""
+        index = ns.index
+        chunk = index.object_chunk[row]
+        family = ns.families.by_number[index.family[chunk]]
+        kept = ",".join(TIER_LABEL[t] for t in TIERS if index.place[t][row] != NONE)
+        fields = {
+            "namespace": ns.name,
+            "key": index.key(chunk).hex(),
+            "part": family.parts[index.object_part[row]].name,
+            "tier": TIER_LABEL[tier],
+            "reason": reason,
+            "kept": kept,
+        }
+        _log.debug("left", extra={"fields": fields})
 
     def _charge(self, ns: Namespace, row: int, tier: TierKind, sign: int) -> None:
         length = ns.index.object_length[row]

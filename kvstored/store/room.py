@@ -95,7 +95,8 @@ class Room:
                 missing = lengths[len(places) :]
                 scope = ns if refusal is NoRoom.NAMESPACE else None
                 hopeless = refusal in (NoRoom.NEVER, NoRoom.DOWN, NoRoom.PENDING)
-                if hopeless or not self._evict(tier, scope, missing):
+                emptied = refusal is NoRoom.TIER and self._empty(tier, missing[0])
+                if hopeless or not (emptied or self._evict(tier, scope, missing)):
                     return [*places, *([refusal] * len(missing))]
                 try:
                     await self._trash.flush(tier)
@@ -104,6 +105,33 @@ class Room:
         except asyncio.CancelledError:
             self._tiers[tier].cancel([p for p in places if isinstance(p, int)])
             raise
+
+    def _empty(self, tier: TierKind, length: int) -> bool:
+        """Where the tier says so, evict all that lies in one range of places, whatever its age.
+        False: nothing was.
+
+        Else, when the sizes of objects change, leaf after leaf would go without any room to come of
+        it: places of the old size all over the tier.
+        """
+        for places in self._tiers[tier].crowded(length):
+            found = [
+                (ns, chunk)
+                for ns in self._namespaces.values()
+                for chunk in self._chunks_at(ns, tier, places)
+            ]
+            if found and all(self._may_leave(ns, tier, chunk) for ns, chunk in found):
+                for ns, chunk in found:
+                    if ns.index.tiers[chunk] & TIER_BIT[tier]:  # else gone with one above it
+                        self._residency.evict_chunk(ns, chunk, tier)
+                return True
+        return False
+
+    @staticmethod
+    def _chunks_at(ns: Namespace, tier: TierKind, places: range) -> list[int]:
+        """Chunks with an object at one of the places, the deepest first."""
+        index = ns.index
+        rows = index.placed_within(tier, places.start, places.stop).tolist()
+        return sorted({index.object_chunk[row] for row in rows}, key=lambda c: -index.depth[c])
 
     def _evict(self, tier: TierKind, scope: Namespace | None, lengths: Sequence[int]) -> bool:
         """Evict leaves until the lengths' worth of bytes is freed. False: nothing could be."""

@@ -274,6 +274,15 @@ class Tier(ABC):
         """Keep a serialised FamilySpec, so that a restarted daemon knows it. Default: forgets."""
         del namespace, fingerprint, spec
 
+    def crowded(self, length_bytes: int) -> list[range]:
+        """Places to empty for an object that finds no room, where the tier keeps objects of
+        different sizes apart and much of what is free serves other sizes: deleting all that is in
+        any one of these ranges makes room for it. Those that hold least come first. Default: none,
+        deleting whatever is oldest will do.
+        """
+        del length_bytes
+        return []
+
     async def forget(self, namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
         """Deleted chunks, whether the store held them or not: what a volume that is away has of
         them must not come back with it. Holds after a power loss when it returns. Default: no part

@@ -24,6 +24,13 @@ NOBODY = 0xFFFFFFFF
 """Owner of a place without one."""
 
 
+STRANDED = 8
+"""At most this part of a volume may be free in slots of sizes that nobody wants."""
+
+CHOICES = 4
+"""Regions that are named to whoever is to empty one."""
+
+
 class PlaceState(enum.IntEnum):
     """Life of a place."""
 
@@ -73,6 +80,12 @@ class Region:
         if self._longest < 0:
             self._longest = int(_runs(self.states == PlaceState.FREE)[1].max(initial=0))
         return self._longest
+
+    @property
+    def settled(self) -> bool:
+        """Whether every slot holds an object or is free."""
+        used = np.count_nonzero(self.states == PlaceState.LIVE)
+        return bool(used + self.free == self.slots)
 
     def dedicate(self, entry: RegionEntry, region_bytes: int) -> None:
         """Take on a new table entry; every slot is free."""
@@ -222,6 +235,29 @@ class SlotTable:
                 if self.regions[number].empty:
                     return number
         return None
+
+    def crowded(self, slot_bytes: int) -> list[range]:
+        """Places of regions that are to be emptied for slots of that size, the emptiest first.
+
+        None as long as deleting what is oldest is likely to free slots of that size, or a region,
+        soon enough: while what is free in regions of other sizes is less than 1/STRANDED of all,
+        and no region of them is at least half free.
+        """
+        stranded = 0
+        found: list[tuple[int, int]] = []
+        for size, numbers in self._sizes.items():
+            for number in numbers if size != slot_bytes else ():
+                region = self.regions[number]
+                stranded += region.free * size
+                if region.settled:
+                    found.append(((region.slots - region.free) * size, number))
+        found.sort()
+        if stranded * STRANDED < len(self.regions) * self.region_bytes:
+            found = [(used, number) for used, number in found if 2 * used <= self.region_bytes]
+        return [
+            range(place_of(number, 0), place_of(number, self.regions[number].slots))
+            for _, number in found[:CHOICES]
+        ]
 
     @property
     def abandoned(self) -> int:

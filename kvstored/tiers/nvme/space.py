@@ -152,6 +152,12 @@ class Space:
             places.append(small_place(number))
         return places
 
+    def crowded(self, length_bytes: int) -> list[range]:
+        """See Tier.crowded. Small objects lie apart from all others."""
+        if length_bytes <= layout.SMALL_MAX_BYTES:
+            return []
+        return self.slots.crowded(layout.charge_bytes(length_bytes))
+
     def state(self, place: int) -> PlaceState:
         """State of any place; FREE for one that does not exist."""
         if is_small(place):

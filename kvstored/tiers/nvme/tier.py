@@ -166,6 +166,17 @@ class NvmeTier(Tier):
             return [NoRoom.DOWN] * len(lengths_bytes)
         return await self._placing.reserve(namespace, lengths_bytes)
 
+    def crowded(self, length_bytes: int) -> list[range]:
+        """See Tier: of the volumes that take objects, one region of each in turn."""
+        found = [
+            (turn, member.number << VOLUME_SHIFT, places)
+            for member in self._members
+            if member.tier is not None and member.placeable
+            for turn, places in enumerate(member.tier.crowded(length_bytes))
+        ]
+        found.sort(key=lambda choice: choice[:2])
+        return [range(base | p.start, base | p.stop) for _, base, p in found]
+
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
         for number, indices in _by_volume(places).items():

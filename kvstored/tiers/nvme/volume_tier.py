@@ -308,6 +308,10 @@ class VolumeTier(Tier):
             self._changes.dedicate(needed.region, needed.slot_bytes, dedication)
         )
 
+    def crowded(self, length_bytes: int) -> list[range]:
+        """See Tier."""
+        return [] if self._down else self._space.crowded(length_bytes)
+
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
         for place in places:

@@ -1,4 +1,4 @@
-"""Blocks, sampler and fingerprint, each by itself."""
+"""Sampler and fingerprint, each by itself."""
 
 from __future__ import annotations
 
@@ -7,85 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import TINY
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstored_client.engine import fingerprint
-from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable, OutOfBlocks
 from kvstored_client.engine.fingerprint import BLOCK_BYTES, sampled_offsets, weights_fingerprint
 from kvstored_client.engine.sampler import Sampler, Sampling
-
-
-def rows(tokens: int, value: float) -> torch.Tensor:
-    return torch.full((tokens, TINY.kv_heads, TINY.head_dim), value)
-
-
-@settings(max_examples=50, deadline=None)
-@given(counts=st.lists(st.integers(0, 5), max_size=12))
-def test_free_and_used_blocks_add_up(counts: list[int]) -> None:
-    pool = BlockPool(TINY, 6)
-    held: list[list[int]] = []
-    for count in counts:
-        if count > pool.free_blocks():
-            with pytest.raises(OutOfBlocks, match=f"{count} blocks of 64 tokens wanted"):
-                pool.take(count)
-            pool.drop(held.pop(0))
-            continue
-        held.append(pool.take(count))
-        assert pool.free_blocks() + pool.used_blocks() == 6
-        assert pool.used_blocks() == len({block for blocks in held for block in blocks})
-    for blocks in held:
-        pool.drop(blocks)
-    assert pool.free_blocks() == 6
-
-
-def test_a_held_block_stays_in_use_until_the_last_holder_drops_it() -> None:
-    pool = BlockPool(TINY, 2)
-    blocks = pool.take(1)
-    pool.hold(blocks)
-    pool.drop(blocks)
-    assert pool.used_blocks() == 1
-    pool.drop(blocks)
-    assert pool.used_blocks() == 0
-    with pytest.raises(ValueError, match="once too often"):
-        pool.drop(blocks)
-    with pytest.raises(ValueError, match="is free"):
-        pool.hold(blocks)
-
-
-def test_a_blocks_bytes_are_its_memory() -> None:
-    pool = BlockPool(TINY, 3)
-    table = BlockTable(pool, 2 * CHUNK_TOKENS)
-    table.write(1, CHUNK_TOKENS + 5, rows(1, 2.0), rows(1, 3.0))
-    view = pool.view(table.blocks[1])
-    assert view.nbytes == pool.block_bytes == 3 * 2 * 64 * 2 * 16 * 4
-    assert view.view("<f4").reshape(3, 2, 64, 2, 16)[1, :, 5, 0, 0].tolist() == [2.0, 3.0]
-    view[:] = 0
-    keys, values = table.read(1, 2)
-    assert keys.shape == (TINY.kv_heads, 2 * CHUNK_TOKENS, TINY.head_dim)
-    assert not keys.any()
-    assert not values.any()
-
-
-def test_sealed_blocks_are_never_written() -> None:
-    table = BlockTable(BlockPool(TINY, 3), 2 * CHUNK_TOKENS, spare=1)
-    table.write(0, CHUNK_TOKENS, rows(1, 1.0), rows(1, 1.0))
-    loaded = table.blocks[1]
-    with pytest.raises(ValueError, match="no sealed block"):
-        table.unseal_last()
-    table.sealed = 2
-    with pytest.raises(ValueError, match="block 1 was loaded"):
-        table.write(0, 2 * CHUNK_TOKENS - 1, rows(1, 9.0), rows(1, 9.0))
-    table.unseal_last()
-    table.write(0, 2 * CHUNK_TOKENS - 1, rows(1, 9.0), rows(1, 9.0))
-    keys, _ = table.read(0, 2)
-    assert keys[0, CHUNK_TOKENS].eq(1.0).all()
-    assert keys[0, 2 * CHUNK_TOKENS - 1].eq(9.0).all()
-    assert loaded not in table.blocks
-    assert not table.pool.kv[loaded, :, :, -1].any()
-    with pytest.raises(ValueError, match="block 0 was loaded"):
-        table.write(0, 0, rows(1, 9.0), rows(1, 9.0))
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
@@ -107,6 +32,37 @@ def test_sampling_follows_the_seed_and_the_distribution() -> None:
     counts = torch.bincount(torch.tensor(drawn), minlength=4)
     deviation = (3000 * expected * (1 - expected)).sqrt()
     assert ((counts - 3000 * expected).abs() <= 5 * deviation).all()
+
+
+def test_top_k_and_top_p_leave_out_the_unlikely() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.2, 0.1]).log()
+
+    def drawn(**options: float) -> set[int]:
+        sampler = Sampler(Sampling(temperature=1.0, **options))  # type: ignore[arg-type]
+        return {sampler.next_token(logits) for _ in range(400)}
+
+    assert drawn() == {0, 1, 2, 3, 4}
+    assert drawn(top_k=1) == {1}
+    assert drawn(top_k=2) == {1, 2}  # of equals the lower id
+    assert drawn(top_k=9) == {0, 1, 2, 3, 4}
+    assert drawn(top_p=0.39) == {1}
+    assert drawn(top_p=0.5) == {1, 2}
+    assert drawn(top_p=0.75) == {1, 2, 3}
+    assert drawn(top_k=3, top_p=0.6) == {1, 2}  # 0.4 of 0.8 is not enough
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"seed": 1 << 64}, "seed is"),
+    ],
+)
+def test_unusable_restrictions_are_refused(options: dict[str, float], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Sampling(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])

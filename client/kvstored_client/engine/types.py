@@ -119,6 +119,31 @@ class EngineLimits:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """Sums since the engine was made; `prefill_tokens_per_s` is the recent rate, 0 while unknown.
+
+    Of the prompts' tokens (`prompt_tokens`, counted at the first token of each answer)
+    `own_hit_tokens` were in own blocks and `loaded_tokens` came from the store. `prefill_tokens`
+    and `decode_tokens` were computed, those computed again after a preemption included.
+    `deferred`: times a prompt waited for another's load of the same chunks.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    refused: int = 0
+    preemptions: int = 0
+    deferred: int = 0
+    prompt_tokens: int = 0
+    own_hit_tokens: int = 0
+    loaded_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """What the store gave of one prompt: `blocks` hold its chunks from the load's `start` on, each

@@ -66,6 +66,7 @@ class Registry:
     known: dict[str, Known] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
+    _named: set[str] = field(default_factory=set)  # whose file's name is known to be durable
 
     def load(self) -> dict[str, list[Tombstone]]:
         """Read everything; gives the tombstones of each volume that has some.
@@ -76,6 +77,7 @@ class Registry:
         for path in parts:
             if not self._there(path):
                 self.files.mkdir(path)
+                self.files.sync_directory(path.parent)
         self._load_known()
         found = {}
         for uuid in list(self.known):
@@ -103,13 +105,11 @@ class Registry:
             return
         if self._counts.get(uuid, 0) + len(tombstones) > MOST_TOMBSTONES:
             self.put(replace(known, empty=True))
-            self._unlink(self._path(uuid))
-            self._counts.pop(uuid, None)
+            self._forget(uuid)
             return
         payload = b"".join(map(_encode, tombstones))
         frame = _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
         path = self._path(uuid)
-        fresh = not self._there(path)
         fd = self.files.open(path, os.O_RDWR | os.O_CREAT)
         try:
             end = self.files.stat(path).st_size
@@ -121,17 +121,24 @@ class Registry:
                 raise
         finally:
             self.files.close(fd)
-        if fresh:
+        if uuid not in self._named:  # also if it is there: who made it may not have come this far
             self.files.sync_directory(self.directory)
+            self._named.add(uuid)
         self._counts[uuid] = self._counts.get(uuid, 0) + len(tombstones)
 
     def clear(self, uuid: str) -> None:
         """Forget what was deleted of a volume: it has been told; durable on return."""
-        self._counts.pop(uuid, None)
         if self._there(self._path(uuid)):
-            self._unlink(self._path(uuid))
+            self._forget(uuid)
+        self._counts.pop(uuid, None)
 
     # ---- files --------------------------------------------------------------------------------
+
+    def _forget(self, uuid: str) -> None:
+        """Remove the file of a volume's tombstones."""
+        self._named.discard(uuid)
+        self._counts.pop(uuid, None)
+        self._unlink(self._path(uuid))
 
     def _path(self, uuid: str) -> Path:
         return self.directory / f"{uuid}.deleted"

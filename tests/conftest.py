@@ -10,3 +10,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # For mutants: whether a failure is found, and not how small it can be made, which takes minutes.
 settings.register_profile("unshrunk", phases=[Phase.explicit, Phase.reuse, Phase.generate])
+
+# Fixtures of a whole session have to be registered here to be one and the same everywhere.
+pytest_plugins = ["tiers.object_servers"]

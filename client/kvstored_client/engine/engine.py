@@ -25,7 +25,9 @@ from kvstored_client.engine.types import (
     EngineLimits,
     EngineStats,
     FinishReason,
+    Model,
     Request,
+    StoreHook,
     TokenEvent,
 )
 
@@ -78,9 +80,9 @@ class Engine:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: Model,
         pool: BlockPool,
-        hook: KVStoreHook | None = None,
+        hook: KVStoreHook | StoreHook | None = None,
         limits: EngineLimits | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
@@ -92,7 +94,7 @@ class Engine:
         self.on_progress: Callable[[str, int], None] | None = None
         """Told (request id, tokens that have KV) of a prompt when it is admitted and computed."""
         self._eos_ids = frozenset(eos_ids)
-        self._face = None if hook is None else hook_face(hook)
+        self._face = hook_face(hook) if isinstance(hook, KVStoreHook) else hook
         self._admission = Admission(
             pool, self._face, self.stats, own_prefixes=self.limits.own_prefixes
         )
@@ -231,7 +233,7 @@ class Engine:
                 self._end(self._sequences[request.id])
         return _completion(events, ttft_ms, _ms_since(started))
 
-    def update_weights(self, model: LlamaModel, weights_epoch: int) -> None:
+    def update_weights(self, model: Model, weights_epoch: int) -> None:
         """Go on with other weights of the same shapes. Nothing that was computed with the old ones
         is used any more: own prefixes are forgotten, the store is asked for the new epoch's chunks,
         and requests under way compute what they have so far once more.

@@ -67,5 +67,8 @@ class _LoadsAtOnce:
     def set_epoch(self, weights_epoch: int) -> None:
         raise NotImplementedError
 
+    def drain(self, timeout_s: float) -> bool:
+        return self._hook.drain(timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         return self._hook.close(timeout_s)

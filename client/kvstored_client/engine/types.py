@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from kvstored_client.engine.blocks import BlockTable
+from kvstored_client.engine.blocks import BlockTable, KVShape
 from kvstored_client.engine.sampler import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -36,6 +36,31 @@ class Segment:
     token_ids: Sequence[int]
     start: int
     wants_logits: bool
+
+
+class ModelShape(KVShape, Protocol):
+    """What the engine reads of a model's config."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 to one less."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of a sequence at most."""
+
+
+class Model(Protocol):
+    """What the engine asks of a model. It holds no state of any sequence."""
+
+    @property
+    def config(self) -> ModelShape:
+        """Its shape."""
+
+    def forward(self, segments: Sequence[Segment]) -> list[torch.Tensor | None]:
+        """Compute the segments and place their KV in their tables. Returns, for each, the logits
+        [vocab_size] after its last token, None where they are not wanted.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +194,7 @@ class PendingLoad(Protocol):
 
 
 class StoreHook(Protocol):
-    """What the engine asks of its hook; all of it on the engine's thread, and none of it waits."""
+    """What the engine asks of its hook, on its own thread. Only `drain` and `close` wait."""
 
     @property
     def max_queued_chunks(self) -> int:
@@ -206,6 +231,11 @@ class StoreHook(Protocol):
 
     def set_epoch(self, weights_epoch: int) -> None:
         """From now on chunks are of other weights. No load is under way."""
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every queued chunk is put or refused. False: some are still under way. Not
+        called by the engine itself.
+        """
 
     def close(self, timeout_s: float) -> bool:
         """Finish what is queued. False: not all of it within `timeout_s`."""

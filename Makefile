@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture powerloss clean
+.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture powerloss write-amplification clean
 
 deps: $(STAMP)
 
@@ -76,6 +76,11 @@ bench-peers: deps
 # Four loop devices under the kernel's block throttle: needs root, and removes all it made.
 bench-striping: deps
 	$(BIN)/python -m kvstored.bench.striping --json
+
+# Replays a trace of chats, about 85 GB of puts, against an NVMe tier of a tenth of its blocks.
+TRACE ?= ../shared/traces/mooncake_synthetic.jsonl.xz
+write-amplification: deps
+	$(BIN)/python tests/store/write_amplification.py $(TRACE)
 
 demo: deps
 	$(BIN)/python -m kvstored_client.engine.demo

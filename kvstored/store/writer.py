@@ -33,6 +33,7 @@ _log = logging.getLogger("kvstored.store")
 
 BATCH_BYTES = 64 << 20
 BATCH_OBJECTS = 1024
+_ROOM_MAY_COME = (NoRoom.TIER, NoRoom.NAMESPACE)
 BATCHES_AT_ONCE = 2
 """While one is being synced and committed, another keeps the device busy."""
 
@@ -140,29 +141,41 @@ class Writer:
 
     async def _start(self, batch: list[Dirty]) -> None:
         """Find places for a batch, and have it written."""
-        if not batch:
-            return
         self._placing = batch
-        places: list[int | NoRoom] = []
         try:
-            lengths = [dirty.meta.length_bytes for dirty in batch]
-            places = await self._room.reserve(self._tier.kind, batch[0].ns, lengths)
-        finally:  # also when this task dies: nobody may wait for ever
-            self._placing = []
-            if not places:
-                for dirty in batch:
-                    self._finish(dirty, False)
-        items = []
-        for dirty, place in zip(batch, places, strict=True):
-            if isinstance(place, NoRoom):
+            refusal = await self._place()
+            if refusal in _ROOM_MAY_COME and self._writing:
+                # What is being written cannot be evicted; some of it can once it is there.
+                await asyncio.wait(self._writing)
+                await self._place()
+            for dirty in self._placing:
                 self._fail(dirty, "no_room")
-            else:
-                view = self._ram.view(dirty.ram_place, padded=True)
-                items.append((dirty, ObjectWrite(place, dirty.meta, view)))
+        finally:  # also when this task dies: nobody may wait for ever
+            for dirty in self._placing:
+                self._finish(dirty, False)
+            self._placing = []
+
+    async def _place(self) -> NoRoom | None:
+        """Have those written for which there is room; the others stay in `_placing`."""
+        batch = self._placing
+        if not batch:
+            return None
+        lengths = [dirty.meta.length_bytes for dirty in batch]
+        places = await self._room.reserve(self._tier.kind, batch[0].ns, lengths)
+        items = [
+            (
+                dirty,
+                ObjectWrite(place, dirty.meta, self._ram.view(dirty.ram_place, padded=True)),
+            )
+            for dirty, place in zip(batch, places, strict=True)
+            if not isinstance(place, NoRoom)
+        ]
+        self._placing = batch[len(items) :]
         if items:
             task = asyncio.create_task(self._write(items), name="store-writer-batch")
             self._writing[task] = [dirty for dirty, _ in items]
             task.add_done_callback(self._ended)
+        return next((p for p in places if isinstance(p, NoRoom)), None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         for dirty in self._writing.pop(task):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from kvstored_client.engine.admission import Admission
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
+from kvstored_client.engine.generate import Completion, run_to_end
 from kvstored_client.engine.hook import KVStoreHook, PrefixStore, family_of
 from kvstored_client.engine.hook_bridge import hook_face
 from kvstored_client.engine.model import LlamaModel
@@ -25,14 +24,13 @@ from kvstored_client.engine.types import (
     EngineLimits,
     EngineStats,
     FinishReason,
-    Model,
     Request,
+    StepModel,
     StoreHook,
     TokenEvent,
 )
 
-_WAIT_S = 0.2
-"""How long `generate` waits for a load to say that it is ready, before it looks by itself."""
+__all__ = ["Completion", "Engine", "PromptError", "QueueFullError", "make_engine"]
 
 ONE_PROMPT = EngineLimits(
     max_running=1, max_waiting=1, prefill_tokens=CHUNK_TOKENS, own_prefixes=False
@@ -50,28 +48,6 @@ class QueueFullError(RuntimeError):
     """As many requests wait as may; try again when some have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What came of one prompt.
-
-    `cached_tokens` of the prompt were not computed, and `miss_reason` says why not more ("" where
-    all full chunks came, or no store is used). `ttft_ms` is the time from the call to the
-    first token, loading included; `load_ms` is the part of it spent on the store.
-    `logits` has one row [vocab_size] for each token, where asked for.
-    """
-
-    prompt_tokens: int
-    token_ids: list[int]
-    finish_reason: Literal["stop", "length"]
-    cached_tokens: int
-    bytes_by_tier: Mapping[str, int]
-    miss_reason: str
-    ttft_ms: float
-    load_ms: float
-    total_ms: float
-    logits: list[torch.Tensor] = field(default_factory=list)
-
-
 class Engine:
     """Computes many requests at a time, on the thread that calls `step`.
 
@@ -80,7 +56,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         pool: BlockPool,
         hook: KVStoreHook | StoreHook | None = None,
         limits: EngineLimits | None = None,
@@ -210,30 +186,18 @@ class Engine:
         prefill, `on_token` every token. Raises PromptError before any work; never an error of the
         store.
         """
-        if self.has_requests():
-            raise ValueError("other requests are under way; use add_request and step")
-        started = time.perf_counter()
         request = Request("generate", prompt, sampling, request_salt, tenant, keep_logits)
-        if on_prefill is not None:
-            self.on_progress = lambda _, tokens: on_prefill(tokens, len(prompt))
-        self.add_request(request)
-        events: list[TokenEvent] = []
-        ttft_ms = 0.0
-        try:
-            while not events or events[-1].finish_reason is None:
-                self.wait(_WAIT_S)
-                for event in self.step():
-                    ttft_ms = ttft_ms or _ms_since(started)
-                    events.append(event)
-                    if on_token is not None and event.token_id is not None:
-                        on_token(event.token_id)
-        finally:
-            self.on_progress = None
-            if request.id in self._sequences:
-                self._end(self._sequences[request.id])
-        return _completion(events, ttft_ms, _ms_since(started))
+        return run_to_end(self, request, on_prefill, on_token)
 
-    def update_weights(self, model: Model, weights_epoch: int) -> None:
+    def end(self, request_id: str) -> None:
+        """End a request at once, without an event. Unknown ids are passed
+        over.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence)
+
+    def update_weights(self, model: StepModel, weights_epoch: int) -> None:
         """Go on with other weights of the same shapes. Nothing that was computed with the old ones
         is used any more: own prefixes are forgotten, the store is asked for the new epoch's chunks,
         and requests under way compute what they have so far once more.
@@ -362,7 +326,7 @@ def make_engine(
     """
     queued = 0 if store is None else max_queued_chunks
     wanted = blocks or -(-context_tokens // CHUNK_TOKENS)
-    pool = BlockPool(model.config, wanted + queued + 1)
+    pool = BlockPool(model.config, wanted + queued + 1, model.dtype, model.device)
     stops = (eos_ids,) if isinstance(eos_ids, int) else eos_ids
     if store is None:
         return Engine(model, pool, None, limits, stops)
@@ -384,23 +348,3 @@ def _event(
         sequence.cache,
         logits if sequence.request.keep_logits else None,
     )
-
-
-def _completion(events: list[TokenEvent], ttft_ms: float, total_ms: float) -> Completion:
-    first, last = events[0], events[-1]
-    return Completion(
-        prompt_tokens=first.prompt_tokens,
-        token_ids=[e.token_id for e in events if e.token_id is not None],
-        finish_reason="stop" if last.finish_reason == "stop" else "length",
-        cached_tokens=first.cached_tokens,
-        bytes_by_tier=first.cache.bytes_by_tier,
-        miss_reason=first.cache.miss_reason,
-        ttft_ms=ttft_ms,
-        load_ms=first.cache.load_ms,
-        total_ms=total_ms,
-        logits=[e.logits for e in events if e.logits is not None],
-    )
-
-
-def _ms_since(started: float) -> float:
-    return (time.perf_counter() - started) * 1e3

@@ -50,7 +50,7 @@ class ModelShape(KVShape, Protocol):
         """Tokens of a sequence at most."""
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """What the engine asks of a model. It holds no state of any sequence."""
 
     @property

@@ -58,6 +58,11 @@ local-torture: deps
 	KVSTORED_TEST_ACQUIRES=1000000 $(BIN)/python -m pytest -k very_many_acquires \
 		tests/server/test_local_hostile.py
 
+# Kills the daemon under a storm of calls, a hundred times, and compares what is left with what was
+# said; tests/torture/storm.py says how. `make test` has a short form. SEED=n for another storm.
+torture: deps
+	PYTHONPATH=tests $(BIN)/python tests/torture/storm.py --loops 100 --seed $(or $(SEED),1)
+
 # Cuts the power, simulated, at every sync of random runs of a volume. `make test` has a short form.
 powerloss: deps
 	KVSTORED_POWERLOSS_LOOPS=30 $(BIN)/python -m pytest tests/tiers/test_nvme_powerloss.py

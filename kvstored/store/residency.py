@@ -20,8 +20,8 @@ from kvstored.tiers.base import Tier, TierKind
 from kvstored_client.proto import kvstore_pb2 as pb
 
 _log = logging.getLogger("kvstored.decisions")
-"""Each object that leaves a tier, at level debug, before its place is free: a handler that writes at
-once has written down whatever is not held any more, unless it was lost.
+"""Each object that leaves a tier, at level debug, before its place is free: a handler that writes
+at once has written down whatever is not held any more, unless it was lost.
 """
 
 _FEW = 8  # chunks touched faster one by one than by an array

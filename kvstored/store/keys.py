@@ -106,8 +106,8 @@ class Buckets:
         rows = np.full(len(tags), NONE, np.int32)
         # Hit number 8 * key + slot; in a bucket of 16 words the row is 8 behind the tag.
         rows[at >> 3] = near.reshape(-1)[_SLOTS:].take(at + (at & -_SLOTS)).view(np.int32)
-        if len(at) < len(tags):
-            left = (rows == NONE).nonzero()[0]
+        left = (rows == NONE).nonzero()[0]  # the hits do not tell: a tag may stand there twice
+        if left.size:
             left = left[near[left, :_SLOTS].all(axis=1)]
             if left.size:
                 rows[left] = self._search_on(tags[left], bucket[left])

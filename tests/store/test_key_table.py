@@ -151,3 +151,16 @@ def test_growing_moves_a_bounded_number_of_keys_per_change() -> None:
             moves += 1
             assert table._moved - before <= 128
     assert moves > 20
+
+
+def test_a_key_passed_on_is_found_beside_one_whose_tag_stands_twice() -> None:
+    table = KeyTable()
+    clashing(table)
+    near = [(n << 26).to_bytes(4, "little") + bytes([n]) * 28 for n in range(1, 11)]
+    twice = [(40 << 26).to_bytes(4, "little") + bytes([n]) * 28 for n in (1, 2)]
+    full = [(50 << 26 | 2 * n).to_bytes(4, "little") + bytes(28) for n in range(9)]
+    keys = [*near, *twice, *full]
+    for row, key in enumerate(keys):
+        table.add(key, row)
+    asked = [*near, twice[0], full[8]]
+    assert table.find_many(packed(asked)).tolist() == [keys.index(key) for key in asked]

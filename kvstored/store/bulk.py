@@ -20,7 +20,7 @@ from kvstored.store.index import (
     TIERS_SHIFT,
     ChunkIndex,
 )
-from kvstored.store.walk import column
+from kvstored.store.walk import column, objects_of
 from kvstored.tiers.base import TierKind
 from kvstored_client.identity import KEY_BYTES
 
@@ -220,7 +220,7 @@ class BulkIndex(ChunkIndex):
     def _note_all(self, chunks: NDArray[np.int32]) -> None:
         """`_note_objects` of many."""
         first = column(self.first_object, np.int32)[chunks]
-        single = column(self.object_next, np.int32)[first] == NONE
+        single = (column(self.object_next, np.int32)[first] == NONE) & (first != NONE)
         brief = column(self.brief, np.uint64)
         brief[chunks] &= ~np.uint64(OBJECT_BITS)
         chunks, first = chunks[single], first[single]
@@ -263,14 +263,82 @@ class BulkIndex(ChunkIndex):
         column(self.place[tier], np.int64)[rows] = places
         bit = TIER_BIT[tier]
         tiers, chunks = column(self.tiers, np.uint8), column(self.object_chunk, np.int32)[rows]
-        chunks = np.sort(chunks[tiers[chunks] & bit == 0])
-        chunks = chunks[np.flatnonzero(np.diff(chunks, prepend=NONE))]
+        chunks = _distinct(chunks[tiers[chunks] & bit == 0])
         tiers[chunks] |= np.uint8(bit)
         column(self.brief, np.uint64)[chunks] |= np.uint64(bit << TIERS_SHIFT)
         parents = column(self.parent, np.int32)[chunks]
         children = column(self.children[tier], np.uint32)
         np.add.at(children, parents[parents != NONE], np.uint32(1))
         self.on_leaves[tier](chunks[children[chunks] == 0])
+
+    # -- leaving ------------------------------------------------------------------------------
+
+    def unplace_many(self, rows: NDArray[np.int32], tier: TierKind) -> None:
+        """`set_place` to NONE of many objects that have a place in the tier; shape [n]."""
+        places = column(self.place[tier], np.int64)
+        places[rows] = NONE
+        chunks = _distinct(column(self.object_chunk, np.int32)[rows])
+        at, objects = objects_of(self, chunks)
+        leaving = np.ones(len(chunks), np.bool_)
+        leaving[at[places[objects] != NONE]] = False
+        self._leave(chunks[leaving], tier)
+
+    def _leave(self, chunks: NDArray[np.int32], tier: TierKind) -> None:
+        """Chunks have no object in a tier any more; shape [n], ascending. See `_child_left`."""
+        bit = TIER_BIT[tier]
+        tiers, tick = column(self.tiers, np.uint8), column(self.tick, np.uint64)
+        tiers[chunks] &= np.uint8(~bit & 0xFF)
+        column(self.brief, np.uint64)[chunks] &= ~np.uint64(bit << TIERS_SHIFT)
+        parents = column(self.parent, np.int32)[chunks]
+        number = np.full(self.chunk_rows, NONE, np.int32)
+        number[chunks] = np.arange(len(chunks), dtype=np.int32)
+        above = np.where(parents == NONE, NONE, number[parents])
+        depth = column(self.depth, np.uint32)[chunks]
+        tick[chunks] = used = hand_up(tick[chunks], above, depth)
+        known = parents != NONE
+        parents, used = parents[known], used[known]
+        np.maximum.at(tick, parents, used)
+        children = column(self.children[tier], np.uint32)
+        np.subtract.at(children, parents, np.uint32(1))
+        bare = _distinct(parents[(children[parents] == 0) & (tiers[parents] & bit > 0)])
+        self.on_leaves[tier](bare)
+
+    def remove_objects(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """`remove_object` of many that are in no tier any more. Gives the chunks that have none
+        now: they stay, without objects, as long as something lies below them; see `husks`.
+        """
+        gone = np.zeros(self._objects.rows, np.bool_)
+        gone[rows] = True
+        chunks = _distinct(column(self.object_chunk, np.int32)[rows])
+        at, objects = objects_of(self, chunks)
+        kept = ~gone[objects]
+        at, objects = at[kept], objects[kept]
+        first, following = column(self.first_object, np.int32), column(self.object_next, np.int32)
+        first[chunks] = NONE
+        following[objects] = NONE
+        _prepend(first, following, chunks[at], objects)
+        column(self.generation, np.uint32)[rows] += np.uint32(1)
+        column(self.object_chunk, np.int32)[rows] = NONE
+        self._objects.free_many(rows)
+        self._note_all(chunks)
+        bare: NDArray[np.int32] = chunks[first[chunks] == NONE]
+        return bare
+
+    def keys(self, chunks: NDArray[np.int32]) -> list[bytes]:
+        """The keys of many chunks."""
+        return [self.key(chunk) for chunk in chunks.tolist()]
+
+    def husks(self, first: int, stop: int) -> list[int]:
+        """Chunks among these rows that have no object and nothing below them."""
+        bare = column(self.first_object, np.int32)[first:stop] == NONE
+        bare &= column(self.first_child, np.int32)[first:stop] == NONE
+        return [row + first for row in np.flatnonzero(bare).tolist() if self.held(row + first)]
+
+
+def _distinct(rows: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Each of them once, ascending."""
+    rows = np.sort(rows)
+    return rows[np.flatnonzero(np.diff(rows, prepend=NONE))]
 
 
 def _alike(some: NDArray[np.uint8], others: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -140,3 +140,12 @@ class Table:
         self.used -= 1
         self._columns[self._link].view[row] = self._free
         self._free = row
+
+    def free_many(self, rows: NDArray[np.int32]) -> None:
+        """`free` of many."""
+        if len(rows):
+            self.used -= len(rows)
+            links = np.asarray(self._columns[self._link].view)
+            links[rows[0]] = self._free
+            links[rows[1:]] = rows[:-1]
+            self._free = int(rows[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 
 import numpy as np
@@ -27,6 +28,15 @@ class Ghosts:
         self._reasons[short] = int(reason)
         if len(self._reasons) > self._capacity:
             del self._reasons[next(iter(self._reasons))]
+
+    def remember_many(self, keys: Sequence[bytes], reason: pb.ChunkState) -> None:
+        """Note it of many; only the last ones can be remembered."""
+        for key in keys[-self._capacity :]:
+            self.remember(key, reason)
+
+    def __len__(self) -> int:
+        """Chunks remembered."""
+        return len(self._reasons)
 
     def forget(self, key: bytes) -> None:
         """The chunk is held again."""

@@ -96,6 +96,8 @@ def _objects(ns: Namespace, chunks: Rows, parts: Sequence[int]) -> Rows | None:
     columns = {part: column for column, part in enumerate(parts)}
     table = np.full((len(chunks), len(parts)), NONE, np.int32)
     row = np.frombuffer(index.first_object, np.int32)[chunks]
+    if (row == NONE).any():  # what is left of a chunk whose volume is away
+        return None
     at = np.arange(len(chunks))
     while len(at):
         for part in np.unique(part_of[row]).tolist():

@@ -254,6 +254,9 @@ class Lookup:
             if count:
                 self._count(states[whole], rows[whole])
         slowest[~whole] = pb.MISS_NEVER_STORED
+        if len(self._ns.ghosts):  # of an object that was lost with its volume, it says so
+            for i in np.flatnonzero(~whole).tolist():
+                slowest[i] = self._ns.ghosts.reason(index.key(int(chunks[i])))
         return slowest
 
     def _count(self, states: NDArray[np.uint8], rows: NDArray[np.int32]) -> None:
@@ -275,7 +278,7 @@ class Lookup:
             row = index.find_object(chunk, part)
             state = object_state(ns, row, self._depth) if row != NONE else 0
             if not state:
-                return int(pb.MISS_NEVER_STORED)
+                return ns.ghosts.reason(key)
             slowest = max(slowest, state)
             length = index.object_length[row]
             self.payload_bytes += length

@@ -185,6 +185,7 @@ class Store:
                     if 0 < expires <= at_ms
                 ]
                 self.residency.expire(ns, due, at_ms)
+                await self._volumes.sweep(ns, begin, stop)
                 self._sweep_at[ns.name] = stop
 
     def volume_lost(self, number: int) -> None:

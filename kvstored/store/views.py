@@ -52,7 +52,7 @@ def list_page(ns: Namespace, family: bytes, cursor: bytes, limit: int) -> pb.Lis
     at_ms = now_ms()
     reply = pb.ListReply()
     while row < stop and len(reply.entries) < limit:
-        if index.held(row) and not ns.expired(row, at_ms):
+        if index.held(row) and index.first_object[row] != NONE and not ns.expired(row, at_ms):
             entry = _entry(ns, row)
             if not family or entry.family == family:
                 reply.entries.append(entry)

@@ -1,7 +1,8 @@
 """What becomes of the index when a volume of the persistent tier goes away, or comes back.
 
-What a lost volume held are misses, and nothing else is: chunks below them stay, as chunks whose
-parent is not held, and are of use again once it is put again, or its volume is back.
+What a lost volume held are misses, and nothing else is: chunks below them stay, and so do these, as
+chunks without an object, so that what is below is of use again once they are put again, or their
+volume is back. Those with nothing below them are swept up in time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from kvstored.store import recovery
-from kvstored.store.index import NONE, TIERS
+from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
 from kvstored.store.trash import Trash
@@ -19,7 +20,10 @@ from kvstored.tiers.base import VOLUME_SHIFT, Recovered, TierKind
 from kvstored_client.proto import kvstore_pb2 as pb
 
 SLICE_ROWS = 512
-"""Objects that are taken in before others have their turn."""
+"""Objects that are taken in, or chunks swept up, before others have their turn."""
+
+MOST_REASONS = 16_384
+"""Chunks of a lost volume of which a miss says so; of the others it says less."""
 
 
 class Volumes:
@@ -41,20 +45,25 @@ class Volumes:
         self._losses[number] += 1
         for ns in self._namespaces.values():
             first, stop = number << VOLUME_SHIFT, number + 1 << VOLUME_SHIFT
-            for row in ns.index.placed_within(TierKind.NVME, first, stop).tolist():
-                self._lose(ns, row)
+            rows = ns.index.placed_within(TierKind.NVME, first, stop)
+            chunks = self._residency.lose_many(ns, rows, TierKind.NVME, "volume_lost")
+            ns.ghosts.remember_many(ns.index.keys(chunks[-MOST_REASONS:]), pb.MISS_TIER_DOWN)
 
-    def _lose(self, ns: Namespace, row: int) -> None:
+    async def sweep(self, ns: Namespace, first: int, stop: int) -> None:
+        """Forget chunks among these rows that have no object and nothing below them, and what is
+        above and kept by them alone.
+        """
         index = ns.index
-        chunk = index.object_chunk[row]
-        self._residency.unplace_object(ns, row, TierKind.NVME, "volume_lost")
-        if any(index.place[tier][row] != NONE for tier in TIERS):
-            return
-        index.remove_object(row)
-        if index.first_object[chunk] == NONE:
-            ns.ghosts.remember(index.key(chunk), pb.MISS_TIER_DOWN)
-            ns.pins.pop(chunk, None)
-            index.remove_chunk(chunk)
+        husks = index.husks(first, stop)
+        for at in range(0, len(husks), SLICE_ROWS):
+            for husk in husks[at : at + SLICE_ROWS]:
+                row = husk if index.held(husk) else NONE
+                while row != NONE and index.first_object[row] == index.first_child[row] == NONE:
+                    parent = index.parent[row]
+                    ns.pins.pop(row, None)
+                    index.remove_chunk(row)
+                    row = parent
+            await asyncio.sleep(0)  # others have their turn
 
     async def found(self, found: Recovered) -> None:
         """Take in the objects of a volume that is back, a slice at a time."""

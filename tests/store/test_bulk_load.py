@@ -352,3 +352,47 @@ def test_depths_are_handed_up_from_the_deepest() -> None:
     assert bulk.by_recency(used, depth).tolist() == order
     large = used << np.uint64(44)
     assert bulk.by_recency(large, depth).tolist() == order
+
+
+def slow_lose(world: World, lost: set[int]) -> None:
+    """The same as `lose_many` of the objects with these places, one by one."""
+    for ns in world.namespaces.values():
+        index = ns.index
+        rows = [r for r in range(index._objects.rows) if index.object_chunk[r] != NONE]
+        mine = [row for row in rows if index.place[NVME][row] in lost]
+        # From the deepest up, so that what was used late has handed that on when its turn comes.
+        for row in sorted(mine, key=lambda row: -index.depth[index.object_chunk[row]]):
+            world.residency.unplace_object(ns, row, NVME, "volume_lost")
+            if index.place[RAM][row] == NONE:
+                index.remove_object(row)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_losing_many_is_as_losing_one_by_one(seed: int) -> None:
+    dice = random.Random(300 + seed)
+    forest = Forest(dice).grow(200)
+    found = forest.found(forest.rows)
+    in_ram = {
+        (NAMES[int(str(row["namespace_id"]))], row["keys"])
+        for row in forest.rows[::5]
+        if row["namespace_id"] in (0, 2) and row["family_id"] == 0
+    }
+    fast, slow = World(), World()
+    for world in (fast, slow):
+        world.put_in_ram(sorted(in_ram))  # type: ignore[arg-type]
+        world.load(found)
+    share = dice.choice((0.1, 0.5, 1.0))
+    lost = {place for place in found.place.tolist() if dice.random() < share}
+    for ns in fast.namespaces.values():
+        places = np.frombuffer(ns.index.place[NVME], np.int64)[: ns.index._objects.rows]
+        rows = np.flatnonzero(np.isin(places, list(lost))).astype(np.int32)
+        del places
+        husks = fast.residency.lose_many(ns, rows, NVME, "volume_lost")
+        assert all(ns.index.first_object[row] == NONE for row in husks)
+    slow_lose(slow, lost)
+    assert fast.picture() == slow.picture()
+    assert fast.residency.accounts.evicted == slow.residency.accounts.evicted
+    again = recovered(forest.rows, found.sequence.tolist())
+    assert sorted(fast.load(again)) == sorted(slow.slow_load(again))
+    assert fast.picture() == slow.picture()
+    assert fast.evict_all() == slow.evict_all()

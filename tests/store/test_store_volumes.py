@@ -207,12 +207,13 @@ async def test_what_was_put_again_meanwhile_is_held_once(world: World) -> None:
 async def test_a_delete_tells_of_all_that_it_named_and_dropped(world: World) -> None:
     world.out_of_ram()
     world.store.volume_lost(1)
-    some = world.c.run(tokens(8), 3, 5)  # 3 is away; 4 is there, and 6 hangs on nothing
-    await world.store.delete(some)
+    deleted, evicted = int(pb.MISS_DELETED), int(pb.MISS_EVICTED)
+    assert await world.store.delete(world.c.run(tokens(8), 3, 5)) == 2  # 3 is away, 4 is there
     ((namespace, family, keys),) = world.tier.forgotten
     assert (namespace, family) == ("default", world.run.family.fingerprint)
-    assert set(keys) == set(world.run.keys[3:5])
-    assert world.states()[3:5] == [DOWN, int(pb.MISS_DELETED)]
+    assert set(keys) == set(world.run.keys[3:])
+    assert world.states()[3:] == [deleted, deleted, evicted, evicted, evicted]
+    assert world.tier.usage().objects == 6, "only what is there can be deleted there"
 
 
 async def test_a_delete_holds_while_a_volume_is_being_taken_in(
@@ -230,6 +231,7 @@ async def test_a_delete_holds_while_a_volume_is_being_taken_in(
     assert world.tier.usage().objects == 3, "acknowledged before it held"
     await taking_in
     missing = int(pb.MISS_NEVER_STORED), int(pb.MISS_DELETED), DOWN
+    missing += (int(pb.MISS_EVICTED),)
     assert all(state in missing for state in world.states()[3:])
     assert world.states()[:3] == [IN_NVME] * 3
     world.check_accounts()
@@ -250,3 +252,30 @@ async def test_a_volume_that_goes_while_it_is_taken_in_is_gone(
     assert world.states() == [IN_NVME, DOWN] * 4
     world.check_accounts()
     await settle(world.store)
+
+
+async def test_what_is_left_of_chunks_is_swept_up_when_nothing_lies_below(world: World) -> None:
+    world.out_of_ram()
+    world.store.volume_lost(1)
+    ns = world.store.namespaces["default"]
+    assert not ns.index.husks(0, ns.index.chunk_rows)[1:], "all but the last keep others linked"
+    assert ns.index.chunk_count == 8
+    await world.store.delete(world.c.run(tokens(8), 6, 7))
+    await world.store._volumes.sweep(ns, 0, ns.index.chunk_rows)
+    assert ns.index.chunk_count == 5, "5 went, as 6 had kept it; 4 has an object"
+    world.store.volume_lost(0)
+    await world.store._volumes.sweep(ns, 0, ns.index.chunk_rows)
+    assert ns.index.chunk_count == 0
+    assert ns.index.object_count == 0
+    world.check_accounts()
+
+
+async def test_what_is_left_of_a_chunk_is_not_listed_nor_leased(world: World) -> None:
+    world.out_of_ram()
+    world.store.volume_lost(1)
+    page = world.store.list("default", b"", b"", 100)
+    assert {entry.key for entry in page.entries} == set(world.run.keys[::2])
+    await world.c.get(world.c.run(tokens(8), 0, 1))
+    assert world.store.acquire_now(world.c.run(tokens(8), 0, 2), 1 << 30) is None
+    assert world.store.match(world.run, pb.PREFIX, pb.DEPTH_NODE).chunks == 1
+    assert list(world.store.match(world.run, pb.PREFIX, pb.DEPTH_NODE).states)[1] == DOWN

@@ -56,6 +56,15 @@ def random_tensors(config: LlamaConfig, seed: int = 7) -> dict[str, torch.Tensor
             "mlp.up_proj": matrix(inner, hidden),
             "mlp.down_proj": matrix(hidden, inner),
         }
+        if config.qkv_bias:
+            for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                bias = torch.randn(rows, generator=generator)
+                tensors[f"model.layers.{layer}.self_attn.{part}_proj.bias"] = bias
+        if config.qk_norm:
+            for part in "qk":
+                weights[f"self_attn.{part}_norm"] = (
+                    torch.rand(config.head_dim, generator=generator) + 0.5
+                )
         tensors |= {f"model.layers.{layer}.{name}.weight": w for name, w in weights.items()}
     return tensors
 

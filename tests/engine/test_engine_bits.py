@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_support import NO_EOS, TINY, DictStore, same_bits, tiny_model, tiny_prompt
+from engine_support import NO_EOS, DictStore, same_bits, tiny_model, tiny_prompt
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.engine import Engine, make_engine
-from kvstored_client.engine.model import TILE_TOKENS, LlamaModel
+from kvstored_client.engine.model import LlamaModel
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.engine.types import Segment
@@ -125,20 +125,3 @@ def test_real_model_gives_the_same_bits_with_a_hit(model: LlamaModel, tokenizer:
         drained(cached)
         assert got.cached_tokens == hit
         assert same_bits(got, plain.generate(prompt[:length], sampling, keep_logits=True))
-
-
-def test_rows_of_a_tile_do_not_depend_on_each_other(model: LlamaModel) -> None:
-    """The premise of tiles, and of batching rows of several sequences in one later."""
-    config = model.config
-    weight = torch.randn(config.hidden_size, config.intermediate_size)
-    rows = torch.randn(TILE_TOKENS, config.hidden_size)
-    expected = rows @ weight
-    for row in range(TILE_TOKENS):
-        alone = torch.zeros_like(rows)
-        alone[row] = rows[row]
-        assert torch.equal((alone @ weight)[row], expected[row])
-
-
-def test_tile_divides_chunk() -> None:
-    assert CHUNK_TOKENS % TILE_TOKENS == 0
-    assert TINY.context_tokens % CHUNK_TOKENS == 0

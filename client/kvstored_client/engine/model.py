@@ -1,14 +1,14 @@
-"""Llama on paged KV, computed in tiles, so that a token's KV has the same bits however it came.
+"""Llama, Qwen2 and Qwen3 on paged KV: one step computes segments of many sequences.
 
 A matrix product's rows do not influence each other, but their last bits depend on how many rows
-there are: kernels choose their order of summation by shape. So the model computes in *tiles* of
-exactly TILE_TOKENS consecutive positions, aligned in the sequence; every kernel sees the same
-shapes whether a token is one of a long prefill, the rest after a cache hit, or decoded alone, and
-a token always sits in the same row. Rows that are not asked for are padding. Attention reads keys
-up to the end of the tile's chunk, under a mask. docs/engine.md has the argument in full.
+there are: kernels choose their order of summation by shape. So rows of all segments are packed into
+*tiles*, and every product has exactly TILE_ROWS rows, some of them padding. Attention is computed
+for *sub-tiles* of a few consecutive positions, over keys up to the end of their chunk. So every
+kernel sees the same shapes whether a token is one of a long prompt, the rest after a cache hit, or
+decoded, alone or among others. docs/engine.md has the argument in full.
 
 Llama: https://arxiv.org/abs/2302.13971 (RMSNorm before each sub-layer, SwiGLU, RoPE); grouped-query
-attention: https://arxiv.org/abs/2305.13245.
+attention: https://arxiv.org/abs/2305.13245; Qwen3 norms Q and K: https://arxiv.org/abs/2505.09388.
 """
 
 from __future__ import annotations
@@ -19,12 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockTable
-from kvstored_client.engine.checkpoint import Checkpoint, LlamaConfig
+from kvstored_client.engine.batch import AttentionGroup, Batch, Shape, pack
+from kvstored_client.engine.blocks import BlockPool
+from kvstored_client.engine.checkpoint import Checkpoint
+from kvstored_client.engine.config import ModelConfig
+from kvstored_client.engine.rope import RopeTable, rotate
 from kvstored_client.engine.types import Segment
 
-TILE_TOKENS = 32
-"""Rows of every matrix product. Divides CHUNK_TOKENS, so that a tile lies in one chunk."""
+TILE_ROWS = 32
+"""Rows of every matrix product with weights."""
+
+SUBTILE_PRODUCT_ROWS = 16
+"""Rows, at most, of the products in which one sub-tile attends: its positions times the Q heads
+that share a KV head. Fewer waste less when one token is decoded, more are faster in prefill.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +41,20 @@ class LayerWeights:
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
     output: torch.Tensor
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Positions [start, stop) of a sequence that are computed, within the tile that holds them.
+class Model:
+    """A decoder in its checkpoint's dtype and on its device. Holds no state of any sequence.
 
-    `rotation` is cos and sin [TILE_TOKENS, 1, head_dim]; `mask` is [TILE_TOKENS, keys], 0 where a
-    row may look and -inf where it may not.
+    Not thread-safe: one step at a time.
     """
-
-    start: int
-    stop: int
-    rotation: tuple[torch.Tensor, torch.Tensor]
-    mask: torch.Tensor
-
-    @property
-    def rows(self) -> slice:
-        """Rows of the tile that are computed; the others are padding."""
-        first = self.start % TILE_TOKENS
-        return slice(first, first + self.stop - self.start)
-
-
-class LlamaModel:
-    """A Llama in float32. Holds no state of any sequence."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config = checkpoint.config
@@ -68,140 +62,180 @@ class LlamaModel:
         self._embeddings = tensors["model.embed_tokens.weight"]
         self._norm = tensors["model.norm.weight"]
         self._lm_head = tensors.get("lm_head.weight", self._embeddings)
-        self._layers = [_layer_weights(tensors, i) for i in range(self.config.layers)]
-        self._cos, self._sin = rope_tables(self.config)
+        self._layers = [_layer_weights(tensors, i, self.config) for i in range(self.config.layers)]
+        self._rope = RopeTable(self.config, self.dtype, self.device)
+        self._head_group = self.config.heads // self.config.kv_heads
+        self._shape = Shape(TILE_ROWS, subtile_rows(self._head_group), self._head_group, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV."""
+        return self._embeddings.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes, and where its pool must be."""
+        return self._embeddings.device
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[torch.Tensor | None]:
         """Compute the segments and place their KV in their tables. Returns, for each, the logits
-        [vocab_size] after its last token, None where they are not wanted.
+        after its last token, float32 [vocab_size], None where they are not wanted.
+
+        Raises ValueError, before anything is written, for segments that cannot be computed.
         """
-        logits: list[torch.Tensor | None] = []
-        for segment in segments:
-            hidden = self._hidden(segment.token_ids, segment.start, segment.table)
-            last = segment.start + len(segment.token_ids) - 1
-            logits.append(self._logits(hidden[-1], last) if segment.wants_logits else None)
+        if not segments:
+            return []
+        batch = pack(segments, self._shape)
+        self._check(batch.pool)
+        cos, sin = self._rope.rows(batch.positions, batch.stop)
+        rotations = list(zip(_tiles(cos), _tiles(sin), strict=True))
+        embedded = functional.embedding(batch.token_ids, self._embeddings)
+        hidden = _tiles(embedded)
+        for i, layer in enumerate(self._layers):
+            projected = [
+                self._project(layer, x, *rotation)
+                for x, rotation in zip(hidden, rotations, strict=True)
+            ]
+            query, keys, values = (torch.cat(parts) for parts in zip(*projected, strict=True))
+            self._write(i, batch, keys, values)
+            mixed = _tiles(self._attend(i, batch, query))
+            for n, x in enumerate(hidden):
+                x = x + functional.linear(mixed[n], layer.output)
+                hidden[n] = x + self._mlp(layer, x)
+        logits: list[torch.Tensor | None] = [None] * len(segments)
+        for segment, row in zip(batch.asking, self._logits(hidden, batch.wanted), strict=True):
+            logits[segment] = row
         return logits
 
-    def _hidden(self, token_ids: Sequence[int], start: int, table: BlockTable) -> torch.Tensor:
-        """Compute the tokens at positions from `start` on and place their KV in `table`.
-
-        The tokens lie in one chunk, and the KV of all positions before `start` is in place.
-        Returns the last layer's output, normed, [tokens, hidden_size].
-        """
-        tiles = self._tiles(start, start + len(token_ids))
-        chunks = start // CHUNK_TOKENS + 1
-        hidden = [self._embed(token_ids, start, tile) for tile in tiles]
-        for i, layer in enumerate(self._layers):
-            queries = []
-            for tile, x in zip(tiles, hidden, strict=True):
-                query, keys, values = self._project(layer, x, tile)
-                table.write(i, tile.start, keys[tile.rows], values[tile.rows])
-                queries.append(query)
-            keys, values = table.read(i, chunks)
-            for n, (tile, query) in enumerate(zip(tiles, queries, strict=True)):
-                x = hidden[n]
-                x = x + self._attend(query, keys, values, tile.mask) @ layer.output.T
-                hidden[n] = x + self._mlp(layer, x)
-        rows = [self._rms_norm(x, self._norm)[t.rows] for t, x in zip(tiles, hidden, strict=True)]
-        return torch.cat(rows)
-
-    def _logits(self, hidden: torch.Tensor, position: int) -> torch.Tensor:
-        """Logits [vocab_size] of one row [hidden_size] of `_hidden`'s result."""
-        tile = torch.zeros(TILE_TOKENS, self.config.hidden_size)
-        row = position % TILE_TOKENS
-        tile[row] = hidden
-        return (tile @ self._lm_head.T)[row]
-
-    def _tiles(self, start: int, stop: int) -> list[Tile]:
-        if start // CHUNK_TOKENS != (stop - 1) // CHUNK_TOKENS:
-            raise ValueError(f"positions {start} to {stop} do not lie in one chunk")
-        keys = torch.arange((start // CHUNK_TOKENS + 1) * CHUNK_TOKENS)
-        tiles = []
-        for first in range(start - start % TILE_TOKENS, stop, TILE_TOKENS):
-            positions = slice(first, first + TILE_TOKENS)
-            beyond = keys[None, :] > torch.arange(first, first + TILE_TOKENS)[:, None]
-            tiles.append(
-                Tile(
-                    start=max(start, first),
-                    stop=min(stop, first + TILE_TOKENS),
-                    rotation=(self._cos[positions], self._sin[positions]),
-                    mask=torch.zeros(beyond.shape).masked_fill_(beyond, -torch.inf),
-                )
+    def _check(self, pool: BlockPool) -> None:
+        if (pool.kv.dtype, pool.kv.device) != (self.dtype, self.device):
+            raise ValueError(
+                f"the pool holds {pool.kv.dtype} on {pool.kv.device}, the model computes "
+                f"{self.dtype} on {self.device}; make the pool with the model's"
             )
-        return tiles
-
-    def _embed(self, token_ids: Sequence[int], start: int, tile: Tile) -> torch.Tensor:
-        padded = torch.zeros(TILE_TOKENS, dtype=torch.long)
-        padded[tile.rows] = torch.tensor(token_ids[tile.start - start : tile.stop - start])
-        return functional.embedding(padded, self._embeddings)
 
     def _project(
-        self, layer: LayerWeights, x: torch.Tensor, tile: Tile
+        self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Q [TILE_TOKENS, heads, head_dim] and K, V [TILE_TOKENS, kv_heads, head_dim], Q and K
+        """Q [TILE_ROWS, heads, head_dim] and K, V [TILE_ROWS, kv_heads, head_dim], Q and K
         rotated.
         """
         config = self.config
-        qkv = self._rms_norm(x, layer.attention_norm) @ layer.qkv.T
-        qkv = qkv.view(TILE_TOKENS, config.heads + 2 * config.kv_heads, config.head_dim)
-        rotated = rotate(qkv[:, : -config.kv_heads], *tile.rotation)
-        return rotated[:, : config.heads], rotated[:, config.heads :], qkv[:, -config.kv_heads :]
+        qkv = functional.linear(self._rms_norm(x, layer.attention_norm), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(TILE_ROWS, config.heads + 2 * config.kv_heads, config.head_dim)
+        heads = [config.heads, config.kv_heads, config.kv_heads]
+        query, keys, values = torch.split(qkv, heads, dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query = self._rms_norm(query, layer.query_norm)
+            keys = self._rms_norm(keys, layer.key_norm)
+        return rotate(query, cos, sin), rotate(keys, cos, sin), values
 
-    def _attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of Q [TILE_TOKENS, heads, head_dim] over K, V [kv_heads, keys, head_dim].
+    def _write(self, layer: int, batch: Batch, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Place K and V of the batch's tokens; padding goes nowhere."""
+        kv = batch.pool.kv[:, layer]
+        kv[:, 0].index_put_((batch.block, batch.slot), keys[: batch.rows])
+        kv[:, 1].index_put_((batch.block, batch.slot), values[: batch.rows])
 
-        Heads that share a KV head become further rows of the same product. Result
-        [TILE_TOKENS, heads * head_dim].
+    def _attend(self, layer: int, batch: Batch, query: torch.Tensor) -> torch.Tensor:
+        """Attention of Q [rows, heads, head_dim] over what is in the pool. Result
+        [rows, heads * head_dim], 0 in rows that are padding.
         """
-        config = self.config
-        group = config.heads // config.kv_heads
-        rows = query.transpose(0, 1).reshape(config.kv_heads, group * TILE_TOKENS, config.head_dim)
-        scores = (rows @ keys.transpose(1, 2)) * config.head_dim**-0.5
-        scores = scores.view(config.kv_heads, group, TILE_TOKENS, -1) + mask
-        weights = torch.softmax(scores, dim=-1).view(config.kv_heads, group * TILE_TOKENS, -1)
-        mixed = (weights @ values).view(config.heads, TILE_TOKENS, config.head_dim)
-        return mixed.transpose(0, 1).reshape(TILE_TOKENS, -1)
+        config, size = self.config, self._shape.subtile_rows
+        shape = (batch.subtiles, size, config.kv_heads, self._head_group, config.head_dim)
+        places = query.new_zeros(batch.subtiles * size, config.heads, config.head_dim)
+        places.index_copy_(0, batch.place, query[: batch.rows])
+        # Heads that share a KV head become further rows of the same product.
+        stacked = places.view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mixed = torch.empty_like(stacked)
+        for group in batch.groups:
+            mixed[group.first : group.last] = self._attend_group(
+                layer, batch.pool, group, stacked[group.first : group.last]
+            )
+        unstacked = (batch.subtiles, config.kv_heads, self._head_group, size, config.head_dim)
+        rows = mixed.view(unstacked).permute(0, 3, 1, 2, 4)
+        rows = rows.reshape(batch.subtiles * size, config.heads * config.head_dim)
+        out = query.new_zeros(query.shape[0], rows.shape[1])
+        out[: batch.rows] = rows.index_select(0, batch.place)
+        return out
+
+    def _attend_group(
+        self, layer: int, pool: BlockPool, group: AttentionGroup, query: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of Q [sub-tiles, kv_heads, rows, head_dim] over one group's blocks."""
+        tables = group.blocks.shape[0]
+        index = group.blocks.flatten()
+
+        def gather(which: int) -> torch.Tensor:
+            read = pool.kv[:, layer, which].index_select(0, index)
+            read = read.view(tables, -1, self.config.kv_heads, self.config.head_dim)
+            return read.transpose(1, 2).expand(len(query), -1, -1, -1)
+
+        return functional.scaled_dot_product_attention(
+            query, gather(0), gather(1), attn_mask=group.bias
+        )
 
     def _mlp(self, layer: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self._rms_norm(x, layer.mlp_norm) @ layer.gate_up.T
+        gate_up = functional.linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
-        return (functional.silu(gate) * up) @ layer.down.T
+        return functional.linear(functional.silu(gate) * up, layer.down)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm: x / rms(x) * weight over the last axis (https://arxiv.org/abs/1910.07467)."""
-        mean_square = x.square().mean(dim=-1, keepdim=True)
-        return x * torch.rsqrt(mean_square + self.config.rms_epsilon) * weight
+        """RMSNorm: x / rms(x) * weight over the last axis (https://arxiv.org/abs/1910.07467), in
+        float32, as the checkpoints were trained.
+        """
+        exact = x.float()
+        mean_square = exact.square().mean(dim=-1, keepdim=True)
+        return (exact * torch.rsqrt(mean_square + self.config.rms_epsilon)).to(x.dtype) * weight
+
+    def _logits(self, hidden: Sequence[torch.Tensor], wanted: torch.Tensor) -> list[torch.Tensor]:
+        """Logits of the wanted rows of the last layer's output, float32 [vocab_size] each."""
+        if not len(wanted):
+            return []
+        tiles = -(-len(wanted) // TILE_ROWS)
+        rows = hidden[0].new_zeros(tiles * TILE_ROWS, self.config.hidden_size)
+        rows[: len(wanted)] = torch.cat(list(hidden)).index_select(0, wanted)
+        logits = []
+        for tile in _tiles(rows):
+            values = functional.linear(self._rms_norm(tile, self._norm), self._lm_head)
+            # Each a copy of its own: a row that is kept should not keep its whole tile.
+            logits += [row.to(torch.float32, copy=True) for row in values]
+        return logits[: len(wanted)]
 
 
-def rope_tables(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE's cos and sin, each [context_tokens, 1, head_dim] (https://arxiv.org/abs/2104.09864), of
-    the angles position * theta ** (-2i / head_dim) for i < head_dim / 2, twice over.
-    """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    positions = torch.arange(config.context_tokens, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies).repeat(1, 2).unsqueeze(1)
-    return angles.cos(), angles.sin()
+LlamaModel = Model
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of x [tokens, heads, head_dim] by their angles."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+def subtile_rows(head_group: int) -> int:
+    """Positions of a sub-tile: the power of two, up to the bound on its products' rows."""
+    size = 1
+    while 2 * size * head_group <= SUBTILE_PRODUCT_ROWS:
+        size *= 2
+    return size
 
 
-def _layer_weights(tensors: dict[str, torch.Tensor], layer: int) -> LayerWeights:
-    def weight(name: str) -> torch.Tensor:
-        return tensors[f"model.layers.{layer}.{name}.weight"]
+def _tiles(rows: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.split(rows, TILE_ROWS))
 
+
+def _layer_weights(
+    tensors: dict[str, torch.Tensor], layer: int, config: ModelConfig
+) -> LayerWeights:
+    def tensor(name: str) -> torch.Tensor:
+        return tensors[f"model.layers.{layer}.{name}"]
+
+    def stacked(kind: str) -> torch.Tensor:
+        return torch.cat([tensor(f"self_attn.{part}_proj.{kind}") for part in "qkv"])
+
+    gate_up = [tensor("mlp.gate_proj.weight"), tensor("mlp.up_proj.weight")]
     return LayerWeights(
-        attention_norm=weight("input_layernorm"),
-        qkv=torch.cat([weight(f"self_attn.{part}_proj") for part in "qkv"]),
-        output=weight("self_attn.o_proj"),
-        mlp_norm=weight("post_attention_layernorm"),
-        gate_up=torch.cat([weight("mlp.gate_proj"), weight("mlp.up_proj")]),
-        down=weight("mlp.down_proj"),
+        attention_norm=tensor("input_layernorm.weight"),
+        qkv=stacked("weight"),
+        qkv_bias=stacked("bias") if config.qkv_bias else None,
+        query_norm=tensor("self_attn.q_norm.weight") if config.qk_norm else None,
+        key_norm=tensor("self_attn.k_norm.weight") if config.qk_norm else None,
+        output=tensor("self_attn.o_proj.weight"),
+        mlp_norm=tensor("post_attention_layernorm.weight"),
+        gate_up=torch.cat(gate_up),
+        down=tensor("mlp.down_proj.weight"),
     )

@@ -52,12 +52,11 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
 
 
 def _volumes(settings: Settings) -> list[VolumeSpec]:
-    """The volumes by number. One in the data directory is not missed when it is gone: nothing can
-    be mounted there that the daemon would not miss altogether.
+    """The volumes by number. The one there is where none is listed is not missed when it is gone:
+    it is made anew.
     """
-    data_dir = settings.daemon.data_dir
     return [
-        VolumeSpec(v.name, v.path, v.cap_bytes, v.drain, not v.path.is_relative_to(data_dir))
+        VolumeSpec(v.name, v.path, v.cap_bytes, v.drain, guarded=v.listed)
         for v in settings.nvme.volumes
     ]
 

@@ -80,6 +80,8 @@ def _measure(settings: Settings, shape: Shape, places: Sequence[Path], say: Say)
         work = [Path(tempfile.mkdtemp(prefix="kvbench-", dir=place)) for place in places]
         keep = stack.enter_context(removed([sockets, *work]))
         volumes = [Volume(place / "data" / "nvme", shape.volume_cap_bytes) for place in work]
+        for volume in volumes:
+            volume.directory.mkdir(parents=True)
         say(f"starting a daemon with {len(volumes)} x {shape.volume_cap_bytes >> 20} MiB")
         own = processes.daemon(
             sockets,

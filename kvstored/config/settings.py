@@ -60,13 +60,15 @@ class RamSettings:
 @dataclass(frozen=True, slots=True)
 class VolumeSettings:
     """One volume of the NVMe tier, in a directory of its own. `drain`: nothing new is placed there,
-    and what is there is moved to the others or dropped.
+    and what is there is moved to the others or dropped. `listed`: its directory is made by whoever
+    lists it; else it is the daemon's to make.
     """
 
     name: str
     path: Path
     cap_bytes: int
     drain: bool
+    listed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

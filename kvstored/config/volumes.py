@@ -93,7 +93,8 @@ def _one_volume(section: Section, data_dir: Path, report: Report) -> NvmeSetting
             f"{format_size(disk_bytes)} (free space and what kvstored holds there already); lower "
             "it, or set nvme.enabled = false to do without the tier",
         )
-    only = VolumeSettings(DEFAULT_VOLUME, data_dir / DEFAULT_VOLUME, cap_bytes, drain=False)
+    path = data_dir / DEFAULT_VOLUME
+    only = VolumeSettings(DEFAULT_VOLUME, path, cap_bytes, drain=False, listed=False)
     return NvmeSettings(enabled=True, cap_bytes=cap_bytes, volumes=(only,))
 
 

@@ -54,7 +54,8 @@ def system(
 def test_without_a_list_there_is_one_in_the_data_directory(tmp_path: Path) -> None:
     nvme = load(tmp_path, '[nvme]\ncap_bytes = "32MiB"').settings.nvme
     (volume,) = nvme.volumes
-    assert volume == VolumeSettings("nvme", tmp_path / "state/nvme", 32 * MIB, drain=False)
+    path = tmp_path / "state/nvme"
+    assert volume == VolumeSettings("nvme", path, 32 * MIB, drain=False, listed=False)
     assert nvme.cap_bytes == 32 * MIB
     auto, silent = (load(tmp_path, toml).settings.nvme for toml in ('[nvme]\ncap_bytes="auto"', ""))
     assert auto == silent

@@ -46,6 +46,7 @@ def make_volume(spec: VolumeSpec, files: Files) -> VolumeTier:
         region_bytes=MIB,
         small_bytes=2 * MIB,
         walk_timeout_s=20,
+        make_directory=not spec.guarded,
     )
 
 
@@ -68,6 +69,8 @@ class World:
         self.samples: dict[bytes, Sample] = {}
         self.deleted: set[bytes] = set()
         self.losses = 0
+        for i in range(count):
+            (root / f"v{i}").mkdir(exist_ok=True)
 
     async def start(self, drain: Sequence[int] = ()) -> Recovered:
         self.tier = NvmeTier(

@@ -216,9 +216,9 @@ async def test_missing_at_the_start_is_not_made_anew(world: World) -> None:
             (world.root / "v0").mkdir()
         await world.start()
         assert world.status(0).state is VolumeState.LOST
+        assert world.tier.health.startswith("v0 is lost")
         assert "mount its device" in world.status(0).detail
         assert world.keys() == {s.meta.key for s in samples} - on_it
-        assert world.tier.health.startswith("v0 is lost")
         if not mount_point:
             await world.tier.close()
     assert not list((world.root / "v0").iterdir())
@@ -227,6 +227,37 @@ async def test_missing_at_the_start_is_not_made_anew(world: World) -> None:
     await world.becomes(0, VolumeState.OK)
     assert len(world.held) == 12
     await world.assert_all_read()
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file"])
+async def test_directory_of_a_new_volume_is_not_made(tmp_path: Path, there: str) -> None:
+    """What is below an empty mount point is another file system, and soon full."""
+    world = World(tmp_path, 2)
+    (tmp_path / "v0").rmdir()
+    if there == "a file":
+        (tmp_path / "v0").touch()
+    await world.start()
+    assert world.status(0).state is VolumeState.LOST
+    assert "mount its device, and make the directory on it" in world.status(0).detail
+    assert await world.put_new(1, 4)
+    assert not (tmp_path / "v0").is_dir()
+    if there == "a file":
+        (tmp_path / "v0").unlink()
+    (tmp_path / "v0").mkdir()
+    await world.becomes(0, VolumeState.OK)
+    assert await world.put_new(10, 6)
+    assert world.on(0)
+    await world.tier.close()
+
+
+async def test_directory_that_nobody_listed_is_made(tmp_path: Path) -> None:
+    spec = VolumeSpec("nvme", tmp_path / "data" / "nvme", CAP_BYTES, guarded=False)
+    for _ in range(2):
+        tier = NvmeTier([spec], tmp_path / "registry", make=make_volume)
+        await tier.open()
+        assert tier.volumes()[0].state is VolumeState.OK
+        await tier.close()
+        shutil.rmtree(spec.directory)
 
 
 async def test_all_away_at_the_start(world: World) -> None:
@@ -246,7 +277,7 @@ async def test_all_away_at_the_start(world: World) -> None:
 async def test_namespace_cap_is_over_all_volumes(tmp_path: Path) -> None:
     """Also for reservations that are under way at the same time."""
     tier = NvmeTier(
-        [VolumeSpec(f"v{i}", tmp_path / f"v{i}", CAP_BYTES) for i in range(2)],
+        [VolumeSpec(f"v{i}", tmp_path / f"v{i}", CAP_BYTES, guarded=False) for i in range(2)],
         tmp_path / "registry",
         lambda _: MIB,
         make=make_volume,
@@ -264,10 +295,10 @@ async def test_namespace_cap_is_over_all_volumes(tmp_path: Path) -> None:
 
 
 async def test_mistake_is_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "v0").mkdir()
+    world = World(tmp_path, 1)
     (tmp_path / "v0" / "thesis.tex").write_text("do not touch")
     with pytest.raises(DataDirectoryError, match="a directory of its own"):
-        await World(tmp_path, 1).start()
+        await world.start()
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -33,7 +33,7 @@ class World:
         self.root = root
         self.files = FaultyFiles(RealFiles())
         self.tier = NvmeTier(
-            [VolumeSpec(f"v{i}", root / f"v{i}", CAP_BYTES) for i in range(2)],
+            [VolumeSpec(f"v{i}", root / f"v{i}", CAP_BYTES, guarded=False) for i in range(2)],
             root / "registry",
             files=self.files,
             patience=PATIENCE,

@@ -58,6 +58,8 @@ class StormDaemon(SmallDaemon):
         return [str(Path(__file__).with_name("storm_serve.py")), str(self._journal)]
 
     def _config(self) -> str:
+        for path in self.volume_paths:
+            path.mkdir(exist_ok=True)
         volumes = "".join(
             f'[[nvme.volumes]]\npath = "{path}"\ncap_bytes = "{mib}MiB"\n'
             for path, mib in zip(self.volume_paths, self.volumes_mib, strict=True)

@@ -43,8 +43,8 @@ R = TypeVar("R")
 class VolumeSpec:
     """A volume as it is configured.
 
-    `guarded`: once it was seen in its directory, an empty directory means that it is away, and is
-    never made into a new volume.
+    `guarded`: its directory is where a device is mounted: it is never made, and once the volume was
+    seen in it, an empty one means that it is away, and is never made into a new volume.
     """
 
     name: str

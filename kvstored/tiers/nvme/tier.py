@@ -334,7 +334,7 @@ class _Write:
 
 
 def _make(spec: VolumeSpec, files: Files) -> VolumeTier:
-    return VolumeTier(spec.directory, spec.cap_bytes, files=files)
+    return VolumeTier(spec.directory, spec.cap_bytes, files=files, make_directory=not spec.guarded)
 
 
 def _by_volume(places: Sequence[int]) -> dict[int, list[int]]:

@@ -20,6 +20,7 @@ from kvstored.errors import DataDirectoryError
 from kvstored.io.base import Files
 from kvstored.tiers.nvme import layout
 from kvstored.tiers.nvme.device import DataFile, aligned_block
+from kvstored.tiers.nvme.failures import VolumeAway
 from kvstored.tiers.nvme.format import BLOCK_BYTES, DamagedError, NewerFormatError, Superblock
 from kvstored.tiers.nvme.index import Environment
 
@@ -42,6 +43,8 @@ class Settings:
     small_bytes: int = 0
     walk_timeout_s: float = 60.0
     threads: int = 4
+    make_directory: bool = True
+    """Where it is missing, with what is above it; else it is where a device is to be mounted."""
 
 
 @dataclass(slots=True)
@@ -120,11 +123,14 @@ class Volume:
 def open_volume(files: Files, settings: Settings) -> Volume:
     """Lock and open the volume in a directory, formatting it if the directory is empty.
 
-    Raises DataDirectoryError.
+    Raises DataDirectoryError; VolumeAway where a directory that is not to be made is missing.
     """
     directory = settings.directory
     try:
-        _make_directory(files, directory)
+        if settings.make_directory:
+            _make_directory(files, directory)
+        else:
+            _find_directory(files, directory)
         lock_fd = _lock(files, directory)
         try:
             return _open_locked(files, settings, lock_fd)
@@ -172,6 +178,21 @@ def _make_directory(files: Files, directory: Path) -> None:
         if not _exists(files, path):
             files.mkdir(path)
             files.sync_directory(path.parent)
+
+
+def _find_directory(files: Files, directory: Path) -> None:
+    """Where its device is not mounted, what was made here would fill the file system below."""
+    try:
+        found = files.stat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        what = "does not exist"
+    else:
+        if stat.S_ISDIR(found.st_mode):
+            return
+        what = "is not a directory"
+    raise VolumeAway(
+        f"volume directory {directory} {what}", "mount its device, and make the directory on it"
+    )
 
 
 def _lock(files: Files, directory: Path) -> int:

@@ -60,7 +60,8 @@ class VolumeTier(Tier):
     `cap_bytes` covers everything in `directory`. `namespace_cap(name)` gives a namespace's cap in
     bytes. `region_bytes` and `small_bytes` (what objects up to 64 KiB share) are fixed when the
     directory is first used; None derives them from the cap. `threads` bounds
-    the writes under way at a time, `read_threads` the transfers of reads.
+    the writes under way at a time, `read_threads` the transfers of reads. `make_directory` False:
+    a directory that is missing is not made, and the volume is away.
     """
 
     kind = TierKind.NVME
@@ -77,6 +78,7 @@ class VolumeTier(Tier):
         threads: int = 4,
         read_threads: int = 8,
         walk_timeout_s: float = 60.0,
+        make_directory: bool = True,
     ) -> None:
         self._settings = Settings(
             Path(directory),
@@ -85,6 +87,7 @@ class VolumeTier(Tier):
             small_bytes or 0,
             walk_timeout_s,
             threads + read_threads,
+            make_directory,
         )
         self._threads = threads
         self._read_threads = read_threads

@@ -41,6 +41,8 @@ class Labelled(VolumeTier):
         super().__init__(directory, 64 * MIB)
         self.forgotten: list[tuple[str, bytes, list[bytes]]] = []
         self.turn = 0
+        self.may_write = asyncio.Event()
+        self.may_write.set()
 
     async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
         places = await super().reserve(namespace, lengths_bytes)
@@ -53,6 +55,7 @@ class Labelled(VolumeTier):
         return labelled
 
     async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
+        await self.may_write.wait()
         return await super().write([replace(i, place=i.place & _WITHIN) for i in items])
 
     async def read(
@@ -204,6 +207,22 @@ async def test_what_was_put_again_meanwhile_is_held_once(world: World) -> None:
     world.check_accounts()
 
 
+async def test_what_is_on_its_way_down_when_its_volume_comes_back_is_held_once(
+    world: World,
+) -> None:
+    world.out_of_ram()
+    found = world.on_volume(1)
+    world.store.volume_lost(1)
+    world.tier.may_write.clear()
+    await world.c.put(world.run, [payload(i, SIZE) for i in range(8)])
+    await world.store.volume_found(found)
+    world.tier.may_write.set()
+    await settle(world.store)
+    await world.store._trash.flush(TierKind.NVME)
+    assert world.tier.usage().objects == 8
+    world.check_accounts()
+
+
 async def test_a_delete_tells_of_all_that_it_named_and_dropped(world: World) -> None:
     world.out_of_ram()
     world.store.volume_lost(1)
@@ -235,6 +254,26 @@ async def test_a_delete_holds_while_a_volume_is_being_taken_in(
     assert all(state in missing for state in world.states()[3:])
     assert world.states()[:3] == [IN_NVME] * 3
     world.check_accounts()
+
+
+async def test_a_delete_waits_for_what_is_being_taken_in(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volumes, "SLICE_ROWS", 1)
+    world.out_of_ram()
+    found = world.on_volume(1)
+    world.store.volume_lost(1)
+    taking_in = asyncio.ensure_future(world.store.volume_found(found))
+    await asyncio.sleep(0)
+    ns = world.store.namespaces["default"]
+    settled = asyncio.ensure_future(world.store._volumes.settled(ns, world.run.keys[5:]))
+    await asyncio.sleep(0)
+    assert not taking_in.done()
+    assert not settled.done()
+    await asyncio.wait_for(settled, 20)
+    assert taking_in.done()
+    assert world.states() == [IN_NVME] * 5 + [DOWN, IN_NVME, DOWN]
+    await world.store._volumes.settled(ns, world.run.keys)  # nothing is being taken in
 
 
 async def test_a_volume_that_goes_while_it_is_taken_in_is_gone(

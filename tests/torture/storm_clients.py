@@ -21,7 +21,6 @@ from kvstored_client.results import PutState
 
 TIMEOUT_S = 20.0
 GIVE_UP_S = 60.0
-_STORED = (PutState.STORED, PutState.STORED_NOT_DURABLE)
 
 
 @dataclass
@@ -135,7 +134,7 @@ class Worker:
         for offer, value in zip(offers, put.objects.ravel().tolist(), strict=True):
             state = PutState(value)
             offer.end = now
-            offer.stored = state in _STORED
+            offer.stored = state is PutState.STORED
             offer.existed = state is PutState.EXISTED
             offer.durable = durable and state in (PutState.STORED, PutState.EXISTED)
             promised += offer.durable

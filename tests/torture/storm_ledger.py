@@ -154,6 +154,9 @@ class Ledger:
             only_in_ram = entry.reason == "capacity" and not entry.kept and not proof.durable
             if entry.at >= proof.begin and (entry.for_room or only_in_ram):
                 return True
+            # What existed when it was accepted again may have been in RAM alone since then.
+            if entry.for_room and proof.existed and not proof.durable:
+                return True
         return self._deleted(key, proof.begin)
 
     def _may_be(self, obj: Object, number: int) -> bool:

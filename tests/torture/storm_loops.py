@@ -208,13 +208,13 @@ class Loops:
         left = daemon.left()
         survey = self._survey()
         report.wrong += survey.wrong
-        if objects != len(survey.found) + len(survey.refused):
+        if objects != len(survey.listed) or not survey.found.keys() <= survey.listed:
             report.wrong.append(
-                f"{objects} objects after the start, {len(survey.found)} can be read and "
-                f"{len(survey.refused)} cannot"
+                f"{objects} objects after the start, {len(survey.listed)} listed, "
+                f"{len(survey.found)} can be read"
             )
         report.wrong += _strange(left, roomy=self._scenario.roomy)
-        for obj in self._ledger.objects() | survey.found.keys() | survey.refused:
+        for obj in self._ledger.objects() | survey.listed:
             verdict = self._judge(obj, survey, left.get(obj, []), clean)
             report.verdicts[verdict] += 1
             if verdict in (Verdict.CORRUPT, Verdict.PHANTOM, Verdict.LOST):
@@ -228,21 +228,21 @@ class Loops:
     def _survey(self) -> Survey:
         survey = Survey()
         clients = self._clients[0]
-        known = {key for key, _ in self._ledger.objects()}
+        for client in clients.values():
+            survey.list(client)
+        known = {key for key, _ in self._ledger.objects() | survey.listed}
         for generation in range(self._generation + 1):
             for chain in self._chains(generation):
                 if not known.isdisjoint(chain.keys):
                     survey.look(clients[chain.namespace], chain)
-        for client in clients.values():
-            for entry in client.list(timeout_s=60):
-                for part in entry.parts:
-                    survey.found.setdefault((entry.key, part), NOBODYS)
         return survey
 
     def _judge(self, obj: Object, survey: Survey, left: list[Left], clean: bool) -> Verdict:
         found = survey.found.get(obj)
+        if obj not in self._ledger.objects():
+            return Verdict.PHANTOM
         if found == NOBODYS:
-            return Verdict.CORRUPT if obj in self._ledger.objects() else Verdict.PHANTOM
+            return Verdict.CORRUPT
         evicted = any(note.for_room for note in left)
         if obj in survey.refused and not evicted and not self._ledger.removals.get(obj[0]):
             return Verdict.CORRUPT  # not what an interrupted delete leaves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from storm_content import Bytes, Chain, offer_of
+from storm_content import Chain, offer_of
 from storm_ledger import Object
 
 from kvstored_client import ChunkState, KVClient
@@ -24,15 +24,26 @@ _GONE = (
 
 @dataclass
 class Survey:
-    """`found`: whose bytes each object has, NOBODYS where that cannot be said. `refused`: what was
-    in the index until the daemon was asked for it: its header is void since a delete or an eviction
-    was cut off in the middle, or that of a chunk above it is.
+    """`listed`: what the daemon says that it holds, before it is asked for it. `found`: whose
+    bytes each object has, NOBODYS where that cannot be said.
     """
 
+    listed: set[Object] = field(default_factory=set)
     found: dict[Object, int] = field(default_factory=dict)
-    refused: set[Object] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     _seen: set[Object] = field(default_factory=set)
+
+    @property
+    def refused(self) -> set[Object]:
+        """What was listed and could not be had: its header is void since a delete or eviction was
+        cut off in the middle, or that of a chunk above it is.
+        """
+        return self.listed - self.found.keys()
+
+    def list(self, client: KVClient) -> None:
+        """What a namespace has."""
+        for entry in client.list(timeout_s=TIMEOUT_S):
+            self.listed.update((entry.key, part) for part in entry.parts)
 
     def look(self, client: KVClient, chain: Chain) -> None:
         """Read what there is of a prefix, each part for itself."""
@@ -46,39 +57,30 @@ class Survey:
                 if state.held and (chain.keys[chunk], part) not in self._seen
             ]
             for first, stop in _runs(chunks):
-                self._read(client, chain, part, first, stop)
+                self._read(client, chain, part, range(first, stop))
             self._seen.update((key, part) for key in chain.keys)
 
-    def _read(self, client: KVClient, chain: Chain, part: str, first: int, stop: int) -> None:
-        """A part of chunks that follow each other."""
-        into = [chain.room(part) for _ in range(first, stop)]
+    def _read(self, client: KVClient, chain: Chain, part: str, chunks: range) -> None:
+        """A part of chunks that follow each other; what does not come with the others, alone."""
+        into = [chain.room(part) for _ in chunks]
         got = client.get(
-            chain.prefix, into, start=first, stop=stop, parts=[part], timeout_s=TIMEOUT_S
+            chain.prefix,
+            into,
+            start=chunks.start,
+            stop=chunks.stop,
+            parts=[part],
+            timeout_s=TIMEOUT_S,
         )
-        for i, data in enumerate(into):
-            obj = chain.keys[first + i], part
+        for i, chunk in enumerate(chunks):
+            obj = chain.keys[chunk], part
             if got.ok[i]:
-                self._enter(obj, data, int(got.lengths[i]), chain.nbytes(first + i, part))
-            else:
-                self._alone(client, chain, part, first + i)
-
-    def _alone(self, client: KVClient, chain: Chain, part: str, chunk: int) -> None:
-        """One that did not come with the others."""
-        obj = chain.keys[chunk], part
-        into = [chain.room(part)]
-        got = client.get(
-            chain.prefix, into, start=chunk, stop=chunk + 1, parts=[part], timeout_s=TIMEOUT_S
-        )
-        if got.ok[0]:
-            self._enter(obj, into[0], int(got.lengths[0]), chain.nbytes(chunk, part))
-        elif got.states[0] in _GONE:
-            self.refused.add(obj)
-        else:
-            self.wrong.append(f"not to be had: {obj[0].hex()} {part}: {got.states[0].name}")
-
-    def _enter(self, obj: Object, data: Bytes, length: int, expected: int) -> None:
-        offer = offer_of(*obj, data[:expected]) if length == expected else None
-        self.found[obj] = NOBODYS if offer is None else offer
+                nbytes = chain.nbytes(chunk, part)
+                offer = offer_of(*obj, into[i][:nbytes]) if got.lengths[i] == nbytes else None
+                self.found[obj] = NOBODYS if offer is None else offer
+            elif len(chunks) > 1:
+                self._read(client, chain, part, range(chunk, chunk + 1))
+            elif got.states[i] not in _GONE:
+                self.wrong.append(f"not to be had: {obj[0].hex()} {part}: {got.states[i].name}")
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

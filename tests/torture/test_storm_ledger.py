@@ -78,6 +78,10 @@ def test_what_was_only_accepted_may_go_unless_the_stop_was_clean() -> None:
     assert one.judge(OBJECT, None, []) is Verdict.ABSENT
     assert one.judge(OBJECT, 7, []) is Verdict.LUCKY
     assert one.judge(OBJECT, None, [], clean=True) is Verdict.LOST
+    existed = ledger(Offer(7, 10, 20, existed=True))
+    assert existed.judge(OBJECT, None, [], clean=True) is Verdict.LOST
+    assert existed.judge(OBJECT, None, [for_room(5)], clean=True) is Verdict.EVICTED
+    assert one.judge(OBJECT, None, [for_room(5)], clean=True) is Verdict.LOST
     left = [Left(15, "ram", "capacity", "")]
     assert one.judge(OBJECT, None, left, clean=True) is Verdict.EVICTED
     assert ledger(durable(7, 10, 20)).judge(OBJECT, None, left, clean=True) is Verdict.LOST

@@ -88,6 +88,16 @@ def test_what_two_prompts_begin_with_is_computed_once() -> None:
     assert bench.events["salted"][0].cached_tokens == 0
 
 
+def test_the_same_prompt_twice_at_a_time() -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.add(name, numbers(128), count=5)
+    bench.finish()
+    assert bench.right("a")
+    assert bench.right("b")
+    assert bench.engine.stats.prefill_tokens == 128 + 64
+
+
 def test_a_whole_hit_computes_the_last_token_in_a_block_of_its_own() -> None:
     bench = Bench()
     prompt = numbers(128)
@@ -98,6 +108,7 @@ def test_a_whole_hit_computes_the_last_token_in_a_block_of_its_own() -> None:
     bench.step()
     (segment,) = bench.model.calls[-1]
     assert (segment.start, len(segment.token_ids)) == (127, 1)
+    assert bench.pool.used_blocks() == 2  # once it is whole, the copy is one too many
     bench.finish()
     assert bench.right("warm")
     assert bench.events["warm"][0].cached_tokens == 127
@@ -120,12 +131,32 @@ def test_shared_blocks_refuse_to_be_written() -> None:
 @pytest.mark.parametrize("own_prefixes", [True, False])
 def test_the_youngest_is_computed_again_when_blocks_run_out(own_prefixes: bool) -> None:
     bench = Bench(blocks=12, own_prefixes=own_prefixes)
-    for n in range(4):
-        bench.add(f"{n}", numbers(100 + n, seed=n), count=200)
-    bench.finish(1500)
+    for n in range(8):
+        bench.add(f"{n}", numbers(100 + n, seed=n), count=160)
+    bench.finish(3000)
     assert bench.engine.stats.preemptions > 0
     assert all(bench.right(name) for name in bench.prompts)
-    assert bench.ended == ["0", "1", "2", "3"]  # the oldest is never the one that gives way
+    # The oldest never gives way, and who gave way is before those who never ran.
+    assert bench.ended == [f"{n}" for n in range(8)]
+
+
+def test_a_block_for_each_that_runs_stays_in_reserve() -> None:
+    bench = Bench(blocks=4, own_prefixes=False)
+    for n in range(2):
+        bench.add(f"{n}", numbers(100, seed=n), count=60)
+    bench.finish()
+    assert all(bench.right(name) for name in bench.prompts)
+    assert bench.engine.stats.preemptions == 0
+
+
+def test_a_large_prompt_is_not_overtaken_for_ever() -> None:
+    bench = Bench(blocks=9, own_prefixes=False)
+    bench.add("first", numbers(100), count=30)
+    bench.add("large", numbers(440, seed=1), count=2)
+    bench.add("small", numbers(20, seed=2), count=2)
+    bench.finish()
+    assert all(bench.right(name) for name in bench.prompts)
+    assert bench.ended[0] == "first"  # the small one waited with the large one
 
 
 def test_a_preempted_request_draws_on_where_it_was() -> None:

@@ -141,15 +141,56 @@ def test_the_same_chunks_are_loaded_once() -> None:
     bench, hook = stored()
     bench.add("a", PROMPT)
     bench.add("b", [*PROMPT, 1, 2, 3])
-    bench.add("c", numbers(100, seed=3), count=2)
+    bench.add("c", numbers(100, seed=3), count=9)
     bench.step()
     assert len(hook.loads) == 1
     assert len(bench.tokens("c")) == 1  # those behind one that is deferred are not held up
     assert bench.engine.stats.deferred >= 1
     hook.loads[0].arrive()
+    bench.step()
+    bench.step()
+    running = [sequence.request.id for sequence in bench.engine._scheduler.running]
+    assert running == ["a", "b", "c"]  # by age, which says who gives way, not by admission
     bench.finish()
     assert all(bench.right(name) for name in "abc")
     assert bench.events["b"][0].cache.own_tokens == 192
+
+
+def test_who_gives_way_offers_what_it_computed_and_loads_it_again() -> None:
+    bench, hook = stored()
+    hook.at_once = True
+    prompt = numbers(60, seed=5)
+    bench.add("a", prompt, count=100)
+    for _ in range(80):
+        bench.step()
+    assert hook.offered[1:] == []
+    (sequence,) = bench.engine._scheduler.running
+    bench.engine._scheduler.preempt(sequence)
+    assert hook.offered[1:] == [("a", 0, 2)]
+    assert sequence.table.blocks == []
+    bench.engine.tree.clear()
+    bench.step()
+    (segment,) = bench.model.calls[-1]
+    assert segment.start == 128
+    bench.finish()
+    assert bench.right("a")
+    assert hook.offered[2:] == []
+
+
+def test_who_gives_way_while_it_loads_offers_nothing() -> None:
+    bench, hook = stored()
+    bench.add("short", PROMPT[:100], count=1)
+    bench.step()
+    hook.loads[0].arrive()
+    bench.finish()
+    bench.add("a", PROMPT)
+    bench.step()
+    (sequence,) = bench.engine._scheduler.running
+    assert (sequence.settled, len(hook.loads[0].blocks)) == (1, 2)
+    bench.engine._scheduler.preempt(sequence)
+    assert hook.offered[1:] == []
+    hook.loads[0].land()
+    bench.check_blocks()
 
 
 def test_the_hook_is_told_how_fast_prompts_are_computed() -> None:

@@ -91,10 +91,8 @@ class Admission:
 
     def adopt(self, sequence: Sequence) -> None:
         """Use chunks that others have computed since this sequence was admitted."""
-        while (
-            sequence.computed == sequence.settled * CHUNK_TOKENS
-            and sequence.settled < sequence.shareable_chunks
-            and (node := self.tree.child(sequence.node, sequence.label(sequence.settled)))
+        while sequence.settled < sequence.shareable_chunks and (
+            node := self.tree.child(sequence.node, sequence.label(sequence.settled))
         ):
             self._pool.hold([node.block])
             sequence.table.replace(sequence.settled, node.block)

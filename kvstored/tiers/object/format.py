@@ -35,6 +35,10 @@ class HeaderError(ValueError):
     """A block that is no header, is damaged, or is one that this version does not know."""
 
 
+class NewerHeader(HeaderError):
+    """A whole header, but one that this version does not know: not to be dropped."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectHeader:
     """A header, decoded. `written_ms`: Unix time by the clock of the node that wrote it."""
@@ -125,9 +129,9 @@ def decode(block: bytes | bytearray | memoryview) -> ObjectHeader:
     (_, version, state, _, _, incompat, _, length, end_token, expires_ms, written_ms) = fields[:11]
     (depth, pieces, flags, codec, family, key, parent, checksum, stored, _) = fields[11:21]
     if version > HEADER_VERSION or incompat & ~KNOWN_INCOMPAT:
-        raise HeaderError("header of a newer version")
+        raise NewerHeader("header of a newer version")
     if state != _LIVE or codec or stored != length:
-        raise HeaderError("header of unknown state or codec")
+        raise NewerHeader("header of unknown state or codec")
     if not length or pieces != piece_count(length) or pieces > _MAX_PIECES:
         raise HeaderError("header with a wrong number of pieces")
     namespace, part, tenant, writer, _ = _strings(raw, fields[21:])

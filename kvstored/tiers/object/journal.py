@@ -1,0 +1,298 @@
+"""What this node owes to the bucket, remembered over a restart.
+
+A file of its own under the data directory (`object/owed`): a head, then frames of (length, XXH3-64,
+payload), appended and synced. A payload is a row of changes: a name is owed, or is not any more.
+What is damaged ends the file: what was owed behind it is forgotten, which costs an upload and never
+a wrong byte. When most of a file is history it is written anew.
+
+`Journal` blocks and is meant for one thread; `Owed` is what the write-back asks, on its loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from kvstored.io.base import Files
+from kvstored.tiers.object.api import ObjectName
+
+_log = logging.getLogger(__name__)
+
+MOST_OWED: Final = 131_072
+"""Names remembered; of more than that the oldest are forgotten."""
+
+MAGIC: Final = b"KVSTOWE1"
+NAME: Final = "owed"
+REWRITE_ABOVE_BYTES: Final = 1 << 20
+ABOUT_A_NAME_BYTES: Final = 96
+_FRAME = struct.Struct("<QQ")
+_CHANGE = struct.Struct("<BBHH")  # owed, version, lengths of namespace and part
+
+Change = tuple[bool, ObjectName]
+"""Whether a name is owed from now on."""
+
+
+class Journal:
+    """The file. `live` is what is owed as of the last `load` or `write`, in order."""
+
+    def __init__(
+        self, files: Files, directory: Path, *, rewrite_above_bytes: int = REWRITE_ABOVE_BYTES
+    ) -> None:
+        self._files = files
+        self._directory = directory
+        self._path = directory / NAME
+        self._rewrite_above_bytes = rewrite_above_bytes
+        self._end = 0  # where the next frame goes; 0: the file has to be written anew
+        self.live: dict[ObjectName, None] = {}
+        self.problem = ""
+        """What was wrong with the file when it was read; or ""."""
+
+    def load(self) -> list[ObjectName]:
+        """Read what is owed. Raises OSError where the directory cannot be used."""
+        for path in (*reversed(self._directory.parents), self._directory):
+            if not self._there(path):
+                self._files.mkdir(path)
+                self._files.sync_directory(path.parent)
+        data = self._read() if self._there(self._path) else b""
+        whole = 0
+        if data[: len(MAGIC)] == MAGIC:
+            whole = len(MAGIC)
+            for payload, end in _frames(data, whole):
+                self._take(_decoded(payload))
+                whole = end
+        if whole < len(data):
+            self.problem = f"{len(data) - whole} B behind {whole} B of it are no whole frames"
+            _log.warning("%s: %s; what they owed is forgotten", self._path, self.problem)
+        # also a whole file: it is never appended to before it is known to be durable
+        self._end = 0
+        return list(self.live)
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """Remember changes; durable on return where a name has come to be owed. After an OSError
+        they are not remembered in the file; the next `write` writes all of it anew.
+        """
+        self._take(changes)
+        payload = b"".join(_encoded(owed, name) for owed, name in changes)
+        frame = _framed(payload)
+        history = self._end + len(frame) > self._rewrite_above_bytes
+        if not self._end or (history and self._end > 4 * ABOUT_A_NAME_BYTES * len(self.live)):
+            self._write_anew()
+            return
+        end, self._end = self._end, 0  # until it is known how this ends
+        fd = self._files.open(self._path, os.O_RDWR)
+        try:
+            self._put(fd, frame, end)
+            if any(owed for owed, _ in changes):
+                self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+        self._end = end + len(frame)
+
+    def replace(self, names: Iterable[ObjectName]) -> None:
+        """Remember these names and no others. As `write`."""
+        self.live.clear()
+        self._take((True, name) for name in names)
+        self._write_anew()
+
+    def _take(self, changes: Iterable[Change]) -> None:
+        for owed, name in changes:
+            self.live.pop(name, None)
+            if owed:
+                self.live[name] = None
+        while len(self.live) > MOST_OWED:
+            del self.live[next(iter(self.live))]
+
+    def _write_anew(self) -> None:
+        """Replace the file by one that holds what is live."""
+        self._end = 0
+        names = b"".join(_encoded(True, name) for name in self.live)
+        body = MAGIC + (_framed(names) if names else b"")
+        fresh = self._path.with_suffix(".new")
+        fd = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._put(fd, body, 0)
+            self._files.fdatasync(fd)
+        finally:
+            self._files.close(fd)
+        self._files.rename(fresh, self._path)
+        self._files.sync_directory(self._directory)
+        self._end = len(body)
+
+    def _there(self, path: Path) -> bool:
+        try:
+            self._files.stat(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _put(self, fd: int, data: bytes, offset: int) -> None:
+        left = memoryview(data)
+        while left:
+            done = self._files.pwritev(fd, [left], offset)
+            offset += done
+            left = left[done:]
+
+    def _read(self) -> bytes:
+        fd = self._files.open(self._path, os.O_RDONLY)
+        try:
+            data = memoryview(bytearray(self._files.stat(self._path).st_size))
+            at = 0
+            while at < len(data) and (done := self._files.preadv(fd, [data[at:]], at)):
+                at += done
+            return bytes(data[:at])
+        finally:
+            self._files.close(fd)
+
+
+class Owed:
+    """The names owed, on the write-back's loop; the journal follows on a thread, in groups.
+
+    `len()` of it, and `in`, are as of now. What is added is in the file a moment later (`flush`
+    waits for it): a kill in between forgets an upload. Without a journal nothing is remembered.
+    """
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal
+        self._names: dict[ObjectName, None] = {}
+        self._changes: dict[ObjectName, bool] = {}  # not handed to the journal yet
+        self._too_many = False  # changes; the journal is to be given all names instead
+        self._writing: asyncio.Task[None] | None = None
+        self._threads = ThreadPoolExecutor(1, "object-journal") if journal else None
+        self.failures = 0
+        """Writes of the journal that failed: what they said may be forgotten."""
+        self.problem = ""
+        """What ails the journal now; or ""."""
+
+    async def open(self) -> Sequence[ObjectName]:
+        """What the node's last life still owed; it stays owed until it is dropped."""
+        if self._journal is None or self._threads is None:
+            return ()
+        loop = asyncio.get_running_loop()
+        try:
+            names = await loop.run_in_executor(self._threads, self._journal.load)
+        except OSError as error:
+            self._failed(error)
+            return ()
+        self.problem = self._journal.problem
+        self._names = dict.fromkeys(names)
+        return names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return name in self._names
+
+    def add(self, name: ObjectName) -> None:
+        """A name is owed."""
+        if name not in self._names:
+            self._names[name] = None
+            self._change(name, True)
+
+    def drop(self, name: ObjectName) -> None:
+        """A name is not owed any more: it is up, or there is nothing to bring up."""
+        if name in self._names:
+            del self._names[name]
+            self._change(name, False)
+
+    async def flush(self) -> None:
+        """Wait until the file says what was added and dropped so far, or failed to."""
+        while self._writing is not None:
+            await asyncio.wait((self._writing,))
+
+    async def close(self) -> None:
+        """Flush, and give the thread back."""
+        await self.flush()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    def _change(self, name: ObjectName, owed: bool) -> None:
+        if self._journal is None:
+            return
+        self._changes[name] = owed
+        if len(self._changes) > MOST_OWED:  # the disk does not follow
+            self._changes.clear()
+            self._too_many = True
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write(self._journal), name="object-journal")
+            self._writing.add_done_callback(self._ended)
+
+    async def _write(self, journal: Journal) -> None:
+        loop = asyncio.get_running_loop()
+        while self._changes or self._too_many:
+            changes = [(owed, name) for name, owed in self._changes.items()]
+            work = partial(journal.write, changes)
+            if self._too_many:
+                work = partial(journal.replace, list(self._names))
+            self._changes.clear()
+            self._too_many = False
+            try:
+                await loop.run_in_executor(self._threads, work)
+            except OSError as error:
+                self._failed(error)
+            else:
+                self.problem = ""
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._writing = None
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        if not self.problem:
+            _log.warning("what is owed to the bucket is not remembered: %s", error)
+        self.failures += 1
+        self.problem = str(error)
+
+
+def _framed(payload: bytes) -> bytes:
+    return _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
+
+
+def _frames(data: bytes, at: int) -> Iterator[tuple[bytes, int]]:
+    """Payload and end of each whole frame, up to the first that is not."""
+    while at + _FRAME.size <= len(data):
+        length, check = _FRAME.unpack_from(data, at)
+        end = at + _FRAME.size + length
+        payload = data[at + _FRAME.size : end]
+        if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != check or not length:
+            return
+        yield payload, end
+        at = end
+
+
+def _encoded(owed: bool, name: ObjectName) -> bytes:
+    namespace, part = name.namespace.encode(), name.part.encode()
+    head = _CHANGE.pack(owed, 1, len(namespace), len(part))
+    return head + name.family + name.key + namespace + part
+
+
+def _decoded(payload: bytes) -> list[Change]:
+    """The changes of a whole frame; those of a version that is not known end it."""
+    found: list[Change] = []
+    at = 0
+    with suppress(struct.error, UnicodeDecodeError):
+        while at < len(payload):
+            owed, version, *lengths = _CHANGE.unpack_from(payload, at)
+            if version != 1:
+                break
+            at += _CHANGE.size
+            parts = []
+            for length in (32, 32, *lengths):
+                parts.append(payload[at : at + length])
+                at += length
+            family, key, namespace, part = parts
+            found.append((bool(owed), ObjectName(namespace.decode(), family, key, part.decode())))
+    return found

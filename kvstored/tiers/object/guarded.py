@@ -51,6 +51,7 @@ class GuardedBucket(Bucket):
         self._failures = 0
         self._successes = 0
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._trusted = asyncio.Event()  # set when a probe went well
 
     @property
     def url(self) -> str:
@@ -103,6 +104,12 @@ class GuardedBucket(Bucket):
             if self._breaker.probe_due(time.monotonic()):
                 await self._probe()
 
+    async def until_closed(self) -> None:
+        """Wait until requests are let through. On the loop that `watch` runs on."""
+        while not self.closed:
+            self._trusted.clear()
+            await self._trusted.wait()
+
     async def _probe(self) -> None:
         outcome = Outcome.OK
         async for page in self._bucket.list_pages(CONTROL, time.monotonic() + PROBE_TIMEOUT_S):
@@ -113,6 +120,8 @@ class GuardedBucket(Bucket):
             self._failures = 0
             error = "" if outcome is Outcome.OK else f"{outcome.value} ({self.detail})"
             self._breaker.probed(time.monotonic(), self._seen(outcome), error)
+        if self.closed:
+            self._trusted.set()
 
     def _seen(self, outcome: Outcome) -> Seen:
         error = f"{outcome.value} ({self.detail})"

@@ -11,7 +11,14 @@ import xxhash
 
 from kvstored.tiers.base import PIECE_BYTES, ObjectMeta, padded_bytes
 from kvstored.tiers.object.api import Fetch, Outcome
-from kvstored.tiers.object.format import HEADER_BYTES, HeaderError, decode, is_named, stored_bytes
+from kvstored.tiers.object.format import (
+    HEADER_BYTES,
+    HeaderError,
+    NewerHeader,
+    decode,
+    is_named,
+    stored_bytes,
+)
 from kvstored.tiers.object.ranges import Span
 
 Ask = Callable[[ObjectMeta], Awaitable[memoryview | None]]
@@ -48,6 +55,8 @@ class Landing:
         """
         try:
             meta = decode(block).meta
+        except NewerHeader:
+            return Outcome.ABSENT  # for this version; others may read it, so it is not rotten
         except HeaderError:
             return Outcome.CORRUPT
         if not is_named(meta, self.item.name) or self.meta not in (None, meta):

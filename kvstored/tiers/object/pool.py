@@ -11,7 +11,7 @@ from kvstored.supervise import Supervisor
 from kvstored.tiers.base import ObjectMeta
 from kvstored.tiers.object.api import Fetch, Fetched, ObjectName, Offer, Outcome, Pool, PoolStatus
 from kvstored.tiers.object.fetching import Fetcher
-from kvstored.tiers.object.format import HEADER_BYTES, HeaderError, decode
+from kvstored.tiers.object.format import HEADER_BYTES, HeaderError, NewerHeader, decode
 from kvstored.tiers.object.guarded import GuardedBucket
 from kvstored.tiers.object.naming import path_of
 from kvstored.tiers.object.parts import ExistencePart, JanitorPart, WriteBackPart
@@ -25,7 +25,7 @@ MAX_DROPS = 64
 
 
 class BucketPool(Pool):
-    """See Pool. The parts share `bucket`. `supervisor` keeps the probes of a bucket that is away."""
+    """See Pool. The parts share `bucket`; `supervisor` keeps its probes going."""
 
     def __init__(
         self,
@@ -125,6 +125,8 @@ class BucketPool(Pool):
             return
         try:
             stands = decode(block).meta
+        except NewerHeader:
+            return
         except HeaderError:
             stands = None
         if stands is not None and meta is not None and stands != meta:

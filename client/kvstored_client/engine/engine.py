@@ -70,7 +70,7 @@ class Engine:
         self.on_progress: Callable[[str, int], None] | None = None
         """Told (request id, tokens that have KV) of a prompt when it is admitted and computed."""
         self._eos_ids = frozenset(eos_ids)
-        self._face = hook_face(hook) if isinstance(hook, KVStoreHook) else hook
+        self._face = hook if hook is None or isinstance(hook, StoreHook) else hook_face(hook)
         self._admission = Admission(
             pool, self._face, self.stats, own_prefixes=self.limits.own_prefixes
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -193,6 +193,7 @@ class PendingLoad(Protocol):
         """The request is gone. Blocks go back when not one more byte is written to them."""
 
 
+@runtime_checkable
 class StoreHook(Protocol):
     """What the engine asks of its hook, on its own thread. Only `drain` and `close` wait."""
 

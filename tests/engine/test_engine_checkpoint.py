@@ -1,7 +1,9 @@
-"""The loader on small GGUF files written here: the order of rows, and what is refused."""
+"""The loader on small GGUF files written here: Llama, Qwen2 and Qwen3, and what is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,21 +13,29 @@ import torch
 from engine_support import TINY, random_tensors
 
 from kvstored_client.engine import checkpoint as loader
+from kvstored_client.engine import checkpoint_gguf
 from kvstored_client.engine.checkpoint import (
     CheckpointError,
+    ModelConfig,
     bundled_smollm2,
-    hugging_face_name,
+    load,
     load_gguf,
 )
+from kvstored_client.engine.checkpoint_gguf import hugging_face_name
 
-SHORT_NAMES = {v: k for k, v in {**loader._LAYER, **loader._TOP}.items()}
+SHORT_NAMES = {v: k for k, v in {**checkpoint_gguf._LAYER, **checkpoint_gguf._TOP}.items()}
+CONFIGS = {
+    "llama": TINY,
+    "qwen2": replace(TINY, qkv_bias=True),
+    "qwen3": replace(TINY, qk_norm=True, head_dim=24),
+}
 
 
 def gguf_name(name: str) -> str:
     if name in SHORT_NAMES:
         return SHORT_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{SHORT_NAMES[rest.removesuffix('.weight')]}.weight"
+    return f"blk.{layer}.{SHORT_NAMES[rest]}"
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -38,48 +48,66 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", pre: str = "smollm", factor: float | None = None
-) -> None:
+    path: Path,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    factor: float | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> ModelConfig:
+    config = CONFIGS.get(architecture, TINY)
     writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_block_count(TINY.layers)
-    writer.add_context_length(TINY.context_tokens)
-    writer.add_embedding_length(TINY.hidden_size)
-    writer.add_feed_forward_length(TINY.intermediate_size)
-    writer.add_head_count(TINY.heads)
-    writer.add_head_count_kv(TINY.kv_heads)
-    writer.add_rope_freq_base(TINY.rope_theta)
-    writer.add_layer_norm_rms_eps(TINY.rms_epsilon)
+    writer.add_block_count(config.layers)
+    writer.add_context_length(config.context_tokens)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.rms_epsilon)
+    if architecture == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["<end>", *(chr(33 + i) for i in range(TINY.vocab_size - 1))])
+    writer.add_token_list(["<end>", *(chr(33 + i) for i in range(config.vocab_size - 1))])
     writer.add_token_merges(["! !"])
-    writer.add_token_types([int(gguf.TokenType.CONTROL)] + [1] * (TINY.vocab_size - 1))
+    writer.add_token_types([int(gguf.TokenType.CONTROL)] + [1] * (config.vocab_size - 1))
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages }}")
     if factor is not None:
         writer.add_rope_scaling_factor(factor)
-    for name, weight in random_tensors(TINY).items():
-        heads = {"q_proj": TINY.heads, "k_proj": TINY.kv_heads}.get(name.split(".")[-2])
-        stored = weight if heads is None else interleaved(weight, heads)
+    for name, weight in (random_tensors(config) if tensors is None else tensors).items():
+        stored = weight
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            stored = interleaved(weight, config.heads if ".q_" in name else config.kv_heads)
         writer.add_tensor(gguf_name(name), np.ascontiguousarray(stored.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return config
 
 
-def test_tensors_come_back_in_hugging_face_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "pre"), [("llama", "smollm"), ("qwen2", "qwen2"), ("qwen3", "qwen2")]
+)
+def test_tensors_come_back_in_hugging_face_order(
+    tmp_path: Path, architecture: str, pre: str
+) -> None:
     path = tmp_path / "tiny.F32.gguf"
-    write_gguf(path)
-    loaded = load_gguf(path)
-    assert loaded.config == TINY
+    config = write_gguf(path, architecture, pre)
+    loaded = load(path)
+    assert loaded.config == config
     assert loaded.tokenizer.special_ids == [0]
     assert loaded.tokenizer.merges == ["! !"]
+    assert loaded.tokenizer.pre == pre
     assert path.stat().st_size > loaded.header_bytes > 1000
-    expected = random_tensors(TINY)
+    expected = random_tensors(config)
     assert loaded.tensors.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(loaded.tensors[name], weight), name
+    half = load(path, dtype="float16").tensors
+    assert all(torch.equal(half[name], weight.half()) for name, weight in expected.items())
 
 
 def test_what_it_cannot_run_rightly_is_refused_by_name(tmp_path: Path) -> None:
@@ -87,15 +115,37 @@ def test_what_it_cannot_run_rightly_is_refused_by_name(tmp_path: Path) -> None:
     write_gguf(path, architecture="mamba")
     with pytest.raises(CheckpointError, match="architecture 'mamba'; this engine runs llama"):
         load_gguf(path)
-    write_gguf(path, pre="qwen2")
-    with pytest.raises(CheckpointError, match=r"tokenizer \('gpt2', 'qwen2'\) is not supported"):
+    write_gguf(path, pre="gpt-4o")
+    with pytest.raises(CheckpointError, match=r"tokenizer \('gpt2', 'gpt-4o'\) is not supported"):
         load_gguf(path)
     write_gguf(path, factor=4.0)
     with pytest.raises(CheckpointError, match=r"scaled RoPE \(llama.rope.scaling.factor\)"):
         load_gguf(path)
+    path.write_bytes(b"GGUF and then nothing")
+    with pytest.raises(CheckpointError, match="cannot be read as a GGUF file"):
+        load(path)
+    with pytest.raises(CheckpointError, match="neither a file nor a directory"):
+        load(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="dtype 'int8' is not supported; take one of float32"):
+        load(path, dtype="int8")
 
 
-@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight", "rope_freqs"])
+def test_tensors_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    tensors = random_tensors(TINY)
+    name = "model.layers.2.mlp.down_proj.weight"
+    write_gguf(path, tensors={k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"1 tensors are missing, {name} first"):
+        load(path)
+    write_gguf(path, tensors={**tensors, name: torch.ones(5, 5)})
+    with pytest.raises(CheckpointError, match=r"down_proj.weight is \[5, 5\]"):
+        load(path)
+    write_gguf(path, tensors={**tensors, "model.layers.0.self_attn.q_proj.bias": torch.ones(96)})
+    with pytest.raises(CheckpointError, match=r"q_proj.bias is \[96\]; None has a place"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate_exps.weight", "rope_freqs.weight"])
 def test_unknown_tensors_are_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="has no place"):
         hugging_face_name(name)

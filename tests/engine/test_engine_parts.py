@@ -108,9 +108,9 @@ def test_a_known_file_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     reads: list[Path] = []
     compute = fingerprint._compute
 
-    def counted(file: Path, offset: int, size: int) -> str:
-        reads.append(file)
-        return compute(file, offset, size)
+    def counted(part: fingerprint._Part, size: int) -> str:
+        reads.append(part.path)
+        return compute(part, size)
 
     monkeypatch.setattr(fingerprint, "_compute", counted)
     assert weights_fingerprint(path, 6, cache) == before

@@ -1,9 +1,13 @@
-"""What a model is: its shape and constants, whatever file they were read from."""
+"""What a checkpoint says: a model's shape and constants, its tokenizer, its tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
+
+import torch
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -60,3 +64,76 @@ class ModelConfig:
             raise CheckpointError(f"{self.heads} heads cannot share {self.kv_heads} KV heads")
         if self.head_dim % 2:
             raise CheckpointError(f"RoPE turns pairs; a head of {self.head_dim} has none")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSpec:
+    """What a GGUF file says of its tokenizer. Ids index `tokens`; `special_ids` are control tokens
+    that never arise from merging ordinary text. `pre` names the way a text is cut before merging.
+    """
+
+    tokens: list[str]
+    merges: list[str]
+    special_ids: list[int]
+    eos_id: int
+    chat_template: str
+    pre: str = "smollm"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a Hugging Face directory says of its tokenizer.
+
+    `tokenizer_json` is read by `tokenizers`; `chat_template` is "" where there is none.
+    `special_tokens` are the names that templates use ("bos_token") and what they stand for. A
+    token of `eos_ids` ends an answer.
+    """
+
+    tokenizer_json: Path
+    chat_template: str
+    special_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded checkpoint. `path` is a file, of which `header_bytes` come before the data, or a
+    directory.
+
+    `tensors` are of one dtype and on one device, contiguous, row-major [out, in], named as in
+    `transformers`' LlamaForCausalLM. Without "lm_head.weight" the embeddings are tied.
+    """
+
+    path: Path
+    header_bytes: int
+    config: ModelConfig
+    tokenizer: TokenizerSpec | TokenizerFiles
+    tensors: dict[str, torch.Tensor]
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a model, "lm_head.weight" included."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    rows = {"q": config.heads * dim, "k": config.kv_heads * dim, "v": config.kv_heads * dim}
+    of_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, rows["q"]),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    for part, out in rows.items():
+        of_layer[f"self_attn.{part}_proj.weight"] = (out, hidden)
+        if config.qkv_bias:
+            of_layer[f"self_attn.{part}_proj.bias"] = (out,)
+    if config.qk_norm:
+        of_layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for layer in range(config.layers):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return shapes

@@ -21,8 +21,7 @@ from torch.nn import functional
 
 from kvstored_client.engine.batch import AttentionGroup, Batch, Shape, pack
 from kvstored_client.engine.blocks import BlockPool
-from kvstored_client.engine.checkpoint import Checkpoint
-from kvstored_client.engine.config import ModelConfig
+from kvstored_client.engine.config import Checkpoint, ModelConfig
 from kvstored_client.engine.rope import RopeTable, rotate
 from kvstored_client.engine.types import Segment
 

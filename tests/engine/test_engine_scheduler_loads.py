@@ -159,14 +159,13 @@ def test_the_same_chunks_are_loaded_once() -> None:
 def test_who_gives_way_offers_what_it_computed_and_loads_it_again() -> None:
     bench, hook = stored()
     hook.at_once = True
-    prompt = numbers(60, seed=5)
-    bench.add("a", prompt, count=100)
+    bench.add("a", numbers(70, seed=5), count=100)
     for _ in range(80):
         bench.step()
-    assert hook.offered[1:] == []
+    assert hook.offered[1:] == [("a", 0, 1)]
     (sequence,) = bench.engine._scheduler.running
     bench.engine._scheduler.preempt(sequence)
-    assert hook.offered[1:] == [("a", 0, 2)]
+    assert hook.offered[2:] == [("a", 1, 2)]
     assert sequence.table.blocks == []
     bench.engine.tree.clear()
     bench.step()
@@ -174,7 +173,7 @@ def test_who_gives_way_offers_what_it_computed_and_loads_it_again() -> None:
     assert segment.start == 128
     bench.finish()
     assert bench.right("a")
-    assert hook.offered[2:] == []
+    assert hook.offered[3:] == []
 
 
 def test_who_gives_way_while_it_loads_offers_nothing() -> None:

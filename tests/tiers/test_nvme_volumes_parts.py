@@ -1,10 +1,8 @@
-"""The parts of the tier of many volumes that decide: planner, breaker, registry, tables."""
+"""The parts of the tier of many volumes that decide: breaker, registry, tables."""
 
 from __future__ import annotations
 
 import errno
-import itertools
-import random
 from pathlib import Path
 
 import numpy as np
@@ -18,68 +16,7 @@ from kvstored.tiers.nvme import merging
 from kvstored.tiers.nvme.away import Away
 from kvstored.tiers.nvme.breaker import Breaker, BreakerState, Seen
 from kvstored.tiers.nvme.registry import MOST_TOMBSTONES, Known, Registry, Tombstone
-from kvstored.tiers.nvme.striping import Candidate, Striper
 from kvstored.tiers.nvme.volume_tier import DeleteNotDurable
-
-MIB = 1 << 20
-
-# ---- planner ------------------------------------------------------------------------------------
-
-
-def slowest(chosen: list[int], speeds: list[float]) -> float:
-    """How long the last volume takes, as a multiple of what it takes at best."""
-    taken = [chosen.count(n) / speed for n, speed in enumerate(speeds)]
-    return max(taken) / (len(chosen) / sum(speeds))
-
-
-@pytest.mark.parametrize("speeds", [[1.0] * 4, [50e6, 100e6, 150e6, 200e6], [3e9, 1e9]])
-@pytest.mark.parametrize("batch", [1, 16, 64, 256])
-def test_work_goes_by_speed(speeds: list[float], batch: int) -> None:
-    striper = Striper()
-    among = [Candidate(n, speed) for n, speed in enumerate(speeds)]
-    chosen: list[int] = []
-    while len(chosen) < 256:
-        chosen += striper.plan([MIB] * batch, among)
-    assert slowest(chosen, speeds) < 1.04
-    # And within each prefix of 64, up to the one object that cannot be cut.
-    for at in range(0, 256, 64):
-        counts = [chosen[at : at + 64].count(n) for n in range(len(speeds))]
-        ideal = [64 * s / sum(speeds) for s in speeds]
-        assert all(abs(c - i) < 2 for c, i in zip(counts, ideal, strict=True))
-
-
-def test_neighbours_go_to_different_volumes() -> None:
-    chosen = Striper().plan([MIB] * 40, [Candidate(n, 1e9) for n in range(4)])
-    assert all(a != b for a, b in itertools.pairwise(chosen))
-
-
-def test_sizes_count() -> None:
-    rng = random.Random(1)
-    sizes = [rng.choice([1, 4, 16]) * MIB for _ in range(400)]
-    chosen = Striper().plan(sizes, [Candidate(0, 1e9), Candidate(1, 1e9)])
-    load = [sum(s for s, c in zip(sizes, chosen, strict=True) if c == n) for n in (0, 1)]
-    assert abs(load[0] - load[1]) <= 16 * MIB
-
-
-def test_room_comes_before_speed() -> None:
-    among = [Candidate(0, 9e9, room_bytes=2 * MIB), Candidate(1, 1e9)]
-    chosen = Striper().plan([MIB] * 20, among)
-    assert chosen.count(0) == 2
-    assert Striper().plan([MIB], [Candidate(0, 1e9, 0), Candidate(1, 2e9, 0)]) == [1]
-
-
-def test_one_that_was_full_is_not_flooded() -> None:
-    striper = Striper()
-    for _ in range(50):
-        striper.plan([MIB] * 16, [Candidate(0, 1e9, room_bytes=0), Candidate(1, 1e9)])
-    chosen = striper.plan([MIB] * 16, [Candidate(0, 1e9), Candidate(1, 1e9)])
-    assert chosen.count(0) <= 11
-
-
-def test_unknown_speed_counts_as_the_mean() -> None:
-    chosen = Striper().plan([MIB] * 60, [Candidate(0, 1e9), Candidate(1, 3e9), Candidate(2)])
-    assert [chosen.count(n) for n in range(3)] == [10, 30, 20]
-
 
 # ---- breaker ------------------------------------------------------------------------------------
 

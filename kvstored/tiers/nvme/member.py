@@ -20,9 +20,10 @@ from typing import Any, Generic, TypeVar
 from kvstored.errors import DataDirectoryError
 from kvstored.io.base import Files
 from kvstored.tiers.base import Recovered
-from kvstored.tiers.nvme import probe
+from kvstored.tiers.nvme import probe, speed
 from kvstored.tiers.nvme.breaker import Breaker, Patience
 from kvstored.tiers.nvme.changes import IO_ERRORS
+from kvstored.tiers.nvme.device import DataFile
 from kvstored.tiers.nvme.failures import VolumeAway
 from kvstored.tiers.nvme.status import VolumeState, VolumeStatus
 from kvstored.tiers.nvme.volume_tier import VolumeTier
@@ -37,6 +38,8 @@ MOST_WAITING = 1024
 _RATE_BYTES, _RATE_S = 8 << 20, 0.1
 
 R = TypeVar("R")
+Measure = Callable[[DataFile, int], tuple[float, float]]
+"""See probe.measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Member:
         files: Files,
         patience: Patience,
         make: Callable[[VolumeSpec, Files], VolumeTier],
+        measure: Measure,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -89,6 +93,7 @@ class Member:
         self.recording: asyncio.Task[None] | None = None
         self.probing = False
         self._make = make
+        self._measure = measure
         self._patience = patience
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="nvme-probe")
         self._turns = asyncio.Semaphore(MOST_CALLS)
@@ -194,14 +199,14 @@ class Member:
         if self.read_bytes_per_s or spare is None:
             return
         try:
-            rates = await self.threaded(probe.measure, *spare)
+            rates = await self.threaded(self._measure, *spare)
         except OSError as error:
             _log.warning("volume %s: speed not measured: %s", self.spec.name, error)
             return
         self.read_bytes_per_s, self.write_bytes_per_s = rates
 
     def rate(self) -> None:
-        """Take in how fast it was while it was busy: the best counts, slowly forgotten."""
+        """Take in how fast it was while it was busy."""
         if self.tier is None:
             return
         rate = self.tier.read_rate
@@ -209,8 +214,7 @@ class Member:
         if nbytes < _RATE_BYTES or seconds < _RATE_S:
             return
         self._rated = (rate.nbytes, rate.seconds)
-        old, new = self.read_bytes_per_s, nbytes / seconds
-        self.read_bytes_per_s = max(new, old + 0.05 * (new - old))
+        self.read_bytes_per_s = speed.followed(self.read_bytes_per_s, nbytes, seconds)
 
     def take_out(self) -> VolumeTier | None:
         """End this life of the volume: nothing is asked of it any more. The caller closes what

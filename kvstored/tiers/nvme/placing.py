@@ -88,9 +88,11 @@ class Placing:
                 if not left:
                     break
                 waiting[left].append(i)
+        idle = not any(m.reserved or m.running for m in self._members)
         for numbers, indices in waiting.items():
             among = [self._candidate(self._members[n]) for n in numbers]
-            chosen = self._striper.plan([request.charges[i] for i in indices], among)
+            chosen = self._striper.plan([request.charges[i] for i in indices], among, idle=idle)
+            idle = False
             for i, number in zip(indices, chosen, strict=True):
                 groups[number].append(i)
         return {number: sorted(some) for number, some in groups.items()}

@@ -6,22 +6,26 @@ Everything blocks and is meant for a thread.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvstored.io.base import Files
+from kvstored.tiers.nvme import speed
 from kvstored.tiers.nvme.device import DataFile, aligned_block
 from kvstored.tiers.nvme.format import BLOCK_BYTES, DamagedError, Superblock
 from kvstored.tiers.nvme.volume import DATA, SUPERBLOCK
 
 SCRATCH = "probe"
 _MIB = 1 << 20
-_MOST_BYTES = 16 * _MIB
-_LEAST_BYTES = 4 * _MIB  # less says nothing
-_MOST_S = 0.4
+_MOST_BYTES = 64 * _MIB
+_LEAST_BLOCKS = 4  # fewer say nothing
+_WRITE_S, _READ_S = 0.3, 0.6
+_WARM_UP_S = 0.2  # of the reads, which count
 _AT_ONCE = 4
 
 
@@ -88,36 +92,58 @@ def _open(files: Files, path: Path, flags: int) -> int:
 
 def measure(data: DataFile, region: int) -> tuple[float, float]:
     """Bytes per second that the device reads and writes, several transfers at a time, in a region
-    that nothing is in; 0.0 where that is too small. Takes about a second at most; raises OSError.
+    that nothing is in; 0.0 where that is too small. Takes a second, and what one transfer takes, at
+    most; raises OSError.
 
     What is written there is random, so that nobody compresses it away, and no slot header.
     """
     offset = data.superblock.region_offset(region)
-    size = min(data.superblock.region_bytes, _MOST_BYTES) // _MIB * _MIB
-    if size < _LEAST_BYTES:
+    blocks = min(data.superblock.region_bytes, _MOST_BYTES) // _MIB
+    if blocks < _LEAST_BLOCKS:
         return 0.0, 0.0
     block = aligned_block(_MIB)
     block[:] = secrets.token_bytes(_MIB)
     buffers = [aligned_block(_MIB) for _ in range(_AT_ONCE)]
 
-    def write(at: int) -> None:
+    def write(at: int, thread: int) -> None:
+        del thread
         data.files.pwritev(data.fd, [block], offset + at)
 
-    def read(at: int) -> None:
-        data.files.preadv(data.fd, [buffers[at // _MIB % _AT_ONCE]], offset + at)
+    def read(at: int, thread: int) -> None:
+        data.files.preadv(data.fd, [buffers[thread]], offset + at)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="nvme-probe") as pool:
-        begun = time.monotonic()
-        done = 0
-        while done < size and (not done or time.monotonic() - begun < _MOST_S):
-            step = min(_AT_ONCE * _MIB, size - done)
-            list(pool.map(write, range(done, done + step, _MIB)))
-            done += step
+        written = _ends(pool, write, blocks, _WRITE_S, once=True)
         data.sync()
-        written = done / max(1e-6, time.monotonic() - begun)
-        begun, at = time.monotonic(), 0
-        while at < done and (not at or time.monotonic() - begun < _MOST_S):
-            step = min(_AT_ONCE * _MIB, done - at)
-            list(pool.map(read, range(at, at + step, _MIB)))
-            at += step
-        return at / max(1e-6, time.monotonic() - begun), written
+        there = max(1, len(written))
+        reads = _ends(pool, read, there, _READ_S, once=False)
+    write_speed = speed.steady(written, _WARM_UP_S / 2) or speed.steady(written, 0.0)
+    return speed.steady(reads, _WARM_UP_S), write_speed
+
+
+def _ends(
+    pool: ThreadPoolExecutor,
+    transfer: Callable[[int, int], None],
+    blocks: int,
+    for_s: float,
+    *,
+    once: bool,
+) -> list[tuple[float, int]]:
+    """Move blocks for so long, one after the other and again from the first, or `once`. Gives the
+    seconds from the beginning at which each ended, and its bytes.
+    """
+    begun = time.monotonic()
+    numbers = itertools.count()
+    ends: list[tuple[float, int]] = []
+
+    def work(thread: int) -> None:
+        while time.monotonic() - begun < for_s:
+            number = next(numbers)
+            if once and number >= blocks:
+                return
+            transfer(number % blocks * _MIB, thread)
+            ends.append((time.monotonic() - begun, _MIB))
+
+    for done in [pool.submit(work, thread) for thread in range(_AT_ONCE)]:
+        done.result()
+    return sorted(ends)

@@ -2,9 +2,13 @@
 
 Consecutive objects go to different volumes, each getting work in proportion to its speed, so that a
 prefix can be read from all of them at once and all are done at the same time: an object goes where
-it would be through first. What was handed out before counts, so that the proportion also holds over
-many small calls; how far back is bounded, so that a volume that was full or away for a while is not
-flooded when it is back.
+it would be through first.
+
+What was handed out before counts, so that the proportion also holds over many small calls. It is
+forgotten where a new prefix may begin, that is when nothing is under way any more and enough was
+handed out to be in proportion by itself: objects cannot be cut, and the last of a prefix would
+otherwise make up for what another prefix did. How far back it goes is bounded in any case, so that
+a volume that was full or away for a while is not flooded when it is back.
 """
 
 from __future__ import annotations
@@ -12,8 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvstored.tiers.nvme import speed
+
 MOST_AHEAD = 4.0
 """A volume's work counts as at most so many of the largest object ahead of the least busy one's."""
+
+ENOUGH = 32
+"""Objects that are in proportion by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +41,25 @@ class Striper:
 
     def __init__(self) -> None:
         self._ahead_s: dict[int, float] = {}
+        self._planned = 0  # objects since it last began anew
 
-    def plan(self, charges_bytes: Sequence[int], among: Sequence[Candidate]) -> list[int]:
-        """The number of a volume for each object. `among` must not be empty.
+    def plan(
+        self, charges_bytes: Sequence[int], among: Sequence[Candidate], *, idle: bool = False
+    ) -> list[int]:
+        """The number of a volume for each object. `among` must not be empty. `idle`: nothing of
+        what was planned before is under way.
 
         A volume without room for an object gets it only where none has room: its room is then for
         the caller to find out.
         """
         if len(among) == 1:
             return [among[0].number] * len(charges_bytes)
-        speeds = _speeds(among)
+        if idle and self._planned >= ENOUGH:
+            self._ahead_s.clear()
+            self._planned = 0
+        self._planned += len(charges_bytes)
+        levelled = speed.levelled([c.bytes_per_s for c in among])
+        speeds = {c.number: level for c, level in zip(among, levelled, strict=True)}
         room = {c.number: c.room_bytes for c in among}
         ahead = {c.number: self._ahead_s.get(c.number, 0.0) for c in among}
         chosen: list[int] = []
@@ -60,10 +78,3 @@ class Striper:
         for number, seconds in ahead.items():
             most = MOST_AHEAD * largest_bytes / speeds[number]
             self._ahead_s[number] = min(seconds - least, most)
-
-
-def _speeds(among: Sequence[Candidate]) -> dict[int, float]:
-    """Bytes per second of each; one that is not known counts as the mean of those that are."""
-    known = [c.bytes_per_s for c in among if c.bytes_per_s > 0]
-    mean = sum(known) / len(known) if known else 1.0
-    return {c.number: c.bytes_per_s if c.bytes_per_s > 0 else mean for c in among}

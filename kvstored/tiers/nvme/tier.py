@@ -31,9 +31,9 @@ from kvstored.tiers.base import (
     WriteOutcome,
     padded_bytes,
 )
-from kvstored.tiers.nvme import header, layout
+from kvstored.tiers.nvme import header, layout, probe
 from kvstored.tiers.nvme.breaker import Patience
-from kvstored.tiers.nvme.member import Call, Member, VolumeSpec, answers
+from kvstored.tiers.nvme.member import Call, Measure, Member, VolumeSpec, answers
 from kvstored.tiers.nvme.placing import Placing
 from kvstored.tiers.nvme.spread_read import PLACE_MASK, SpreadRead
 from kvstored.tiers.nvme.status import VolumeState, VolumeStatus
@@ -48,7 +48,8 @@ class NvmeTier(Tier):
 
     `registry` is a directory on a disk of its own life (the data directory's) for what must be
     known of volumes that are away. `namespace_cap(name)` gives a namespace's cap in bytes, over all
-    volumes together. `make` makes a VolumeTier from a spec and files, not opened.
+    volumes together. `make` makes a VolumeTier from a spec and files, not opened. `measure` is
+    asked for the speed of a volume that has not been seen before.
     """
 
     kind = TierKind.NVME
@@ -62,13 +63,14 @@ class NvmeTier(Tier):
         files: Files | None = None,
         patience: Patience | None = None,
         make: Callable[[VolumeSpec, Files], VolumeTier] | None = None,
+        measure: Measure = probe.measure,
     ) -> None:
         if not 0 < len(volumes) <= MOST_VOLUMES:
             raise ValueError(f"{len(volumes)} volumes; 1 to {MOST_VOLUMES} are possible")
         self._patience = patience or Patience()
         files = files or RealFiles()
         self._members = [
-            Member(number, spec, files, self._patience, make or _make)
+            Member(number, spec, files, self._patience, make or _make, measure)
             for number, spec in enumerate(volumes)
         ]
         self._volumes = Volumes(self, self._members, files, registry, self._patience)

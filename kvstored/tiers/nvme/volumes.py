@@ -27,6 +27,7 @@ from kvstored.tiers.nvme.deletes import Deletes
 from kvstored.tiers.nvme.failures import FAILURES, VolumeAway, may_mend
 from kvstored.tiers.nvme.member import Member
 from kvstored.tiers.nvme.registry import Known
+from kvstored.tiers.nvme.speed import differ
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
@@ -141,9 +142,10 @@ class Volumes:
 
     async def _close_one(self, member: Member) -> None:
         """Close a volume, or see that it does not answer; then it is on its own."""
-        tier = member.tier
-        if tier is None:
-            return
+        if len(self._members) > 1:
+            with contextlib.suppress(OSError):  # also when the registry's disk takes too long
+                async with asyncio.timeout(self._patience.stuck_after_s):
+                    await self._note_speed(member)
         call = member.begin(_close, _closed)
         if call is None:
             return
@@ -218,8 +220,9 @@ class Volumes:
         return uuid
 
     async def _note_speed(self, member: Member) -> None:
+        """Remember a speed over restarts; again only once it is another."""
         known = self.away.known(member.uuid)
-        if known is not None and member.read_bytes_per_s:
+        if known is not None and differ(member.read_bytes_per_s, known.read_bytes_per_s):
             read, write = round(member.read_bytes_per_s), round(member.write_bytes_per_s)
             await self.away.remember(replace(known, read_bytes_per_s=read, write_bytes_per_s=write))
 

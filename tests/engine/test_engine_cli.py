@@ -49,6 +49,7 @@ def test_answers_without_a_daemon_and_says_so(tmp_path: Path) -> None:
     [
         (["--max-tokens", "0"], "max_tokens is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
+        (["--top-p", "0"], "top_p is 0.0"),
         (["--target", "localhost"], "target 'localhost' is not understood"),
         (["--model", "/nonexistent.gguf", "--no-store"], "/nonexistent.gguf"),
     ],

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from kvstored_client import KVClient, default_target
 from kvstored_client.engine.blocks import CHUNK_TOKENS
-from kvstored_client.engine.checkpoint import bundled_smollm2, load_gguf
+from kvstored_client.engine.checkpoint import DTYPES, bundled_smollm2, load
 from kvstored_client.engine.engine import Completion, make_engine
 from kvstored_client.engine.fingerprint import weights_fingerprint
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.errors import ServiceError, UsageError
@@ -37,7 +37,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", required=True, help="the user's message")
     parser.add_argument("--system", default="", help="a system message before it")
     parser.add_argument("--raw", action="store_true", help="complete the prompt, no chat template")
-    parser.add_argument("--model", type=Path, metavar="GGUF", help="default: SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="GGUF file, or Hugging Face directory (default: SmolLM2-135M-Instruct)",
+    )
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: the checkpoint's own")
     parser.add_argument(
         "--target",
         metavar="TARGET",
@@ -54,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-store", action="store_true", help="do not use kvstored")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="0: all")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--context", type=int, default=4096, metavar="N", help="tokens of room")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -72,18 +80,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    sampling = Sampling(arguments.max_tokens, arguments.temperature, arguments.seed)
+    sampling = Sampling(
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.seed,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+    )
     target = arguments.target or default_target()
     with contextlib.ExitStack() as stack:
         store = None
         if not arguments.no_store:
             token = _token(arguments.token_file, os.environ)
             store = _reachable(stack.enter_context(KVClient(target, arguments.namespace, token)))
-        checkpoint = load_gguf(arguments.model or bundled_smollm2())
+        checkpoint = load(arguments.model or bundled_smollm2(), dtype=arguments.dtype)
         tokenizer = Tokenizer(checkpoint.tokenizer)
         engine = make_engine(
-            LlamaModel(checkpoint),
-            tokenizer.eos_id,
+            Model(checkpoint),
+            tokenizer.eos_ids,
             store=store,
             weights=weights_fingerprint(checkpoint.path, checkpoint.header_bytes),
             context_tokens=arguments.context,

@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvstored_client import KVClient
-from kvstored_client.engine.checkpoint import Checkpoint, bundled_smollm2, load_gguf
+from kvstored_client.engine.checkpoint import Checkpoint, bundled_smollm2, load
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
 from kvstored_client.engine.demo_progress import PrefillProgress
 from kvstored_client.engine.engine import Completion, Engine, make_engine
 from kvstored_client.engine.fingerprint import weights_fingerprint
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ class Workbench:
     """What all passes share."""
 
     checkpoint: Checkpoint
-    model: LlamaModel
+    model: Model
     tokenizer: Tokenizer
     weights: str
     document: str
@@ -106,7 +106,7 @@ class Workbench:
         with contextlib.ExitStack() as stack:
             store = None if target is None else stack.enter_context(KVClient(target))
             engine = make_engine(
-                self.model, self.tokenizer.eos_id, store=store, weights=self.weights
+                self.model, self.tokenizer.eos_ids, store=store, weights=self.weights
             )
             yield engine
             engine.close(PUT_WAIT_S)
@@ -151,11 +151,11 @@ def _demo() -> int:
 
 def _workbench() -> Workbench:
     _say("loading the model ...")
-    checkpoint = load_gguf(bundled_smollm2())
+    checkpoint = load(bundled_smollm2())
     text = importlib.resources.files("kvstored_client.engine").joinpath("data/constitution.txt")
     return Workbench(
         checkpoint,
-        LlamaModel(checkpoint),
+        Model(checkpoint),
         Tokenizer(checkpoint.tokenizer),
         weights_fingerprint(checkpoint.path, checkpoint.header_bytes),
         text.read_text(encoding="utf-8"),
@@ -199,7 +199,7 @@ def _progress(answer: str, completion: Completion) -> None:
     _say(f"    {completion.ttft_ms:.0f} ms to the first token; {hit}")
 
 
-def _table(passes: Sequence[Pass], model: LlamaModel) -> str:
+def _table(passes: Sequence[Pass], model: Model) -> str:
     config = model.config
     token_bytes = config.layers * 2 * config.kv_heads * config.head_dim * 4
     head = f"{'':16} {'1st TTFT':>10} {'TTFT p50':>10} {'speedup':>8} {'computed':>9} {'saved':>8}"

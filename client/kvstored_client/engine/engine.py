@@ -16,7 +16,7 @@ from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.generate import Completion, run_to_end
 from kvstored_client.engine.hook import KVStoreHook, PrefixStore, family_of
 from kvstored_client.engine.hook_bridge import hook_face
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampler, Sampling
 from kvstored_client.engine.scheduler import Planned, Scheduler
 from kvstored_client.engine.sequence import Sequence as RunningSequence
@@ -308,7 +308,7 @@ class Engine:
 
 
 def make_engine(
-    model: LlamaModel,
+    model: Model,
     eos_ids: int | Collection[int],
     *,
     store: PrefixStore | None = None,

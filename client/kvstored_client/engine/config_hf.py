@@ -78,7 +78,8 @@ def _slides(raw: Raw, kinds: set[str]) -> bool:
         return False
     if not raw.get("use_sliding_window", not known):
         return False
-    first, layers = raw.get("max_window_layers", 28), raw.get("num_hidden_layers", 0)
+    first = raw.get("max_window_layers", 28 if known else 0)
+    layers = raw.get("num_hidden_layers", 0)
     return not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
 
 

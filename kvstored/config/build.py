@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstored.config import host as hosts
+from kvstored.config.bucket import build_object
 from kvstored.config.host import Host
 from kvstored.config.namespaces import build_namespaces
 from kvstored.config.paths import absolute, absolute_or_none
@@ -37,7 +38,7 @@ from kvstored_client.target import local_socket_path
 MIB = 1 << 20
 GIB = 1 << 30
 
-SECTIONS = ("daemon", "listen", "ram", "nvme", "limits", "local", "tenants", "log")
+SECTIONS = ("daemon", "listen", "ram", "nvme", "object", "limits", "local", "tenants", "log")
 
 LEAST_RAM_BYTES = MIB
 DEFAULT_RAM_BYTES = GIB
@@ -61,6 +62,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
     listen = _listen(section["listen"], host)
     ram = _ram(section["ram"], host)
     nvme = build_nvme(section["nvme"], tree.volumes, daemon.data_dir, report)
+    bucket = build_object(section["object"])
     limits = _limits(section["limits"], ram)
     local = _local(section["local"], ram)
     tenants = TenantSettings(section["tenants"].integer("max", 1000, least=1, most=100_000))
@@ -73,7 +75,7 @@ def build(tree: Tree, host: Host, environ: Mapping[str, str]) -> tuple[Settings,
     namespaces = build_namespaces(
         tree.namespaces, ram, nvme, environ, report, implicit_default=daemon.default_namespace
     )
-    settings = Settings(daemon, listen, ram, nvme, limits, local, tenants, log, namespaces)
+    settings = Settings(daemon, listen, ram, nvme, limits, local, tenants, log, namespaces, bucket)
     _unknown_sections(tree, report)
     _near_variables(environ, report)
     _across(settings, section["listen"], report)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstored.config.secret import Secret
+from kvstored.tiers.object.settings import ObjectSettings
 
 DEFAULT_NAMESPACE = "default"
 
@@ -151,3 +152,4 @@ class Settings:
     tenants: TenantSettings
     log: LogSettings
     namespaces: tuple[NamespaceSettings, ...]
+    object: ObjectSettings

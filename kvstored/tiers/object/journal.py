@@ -157,7 +157,7 @@ class Journal:
 class Owed:
     """The names owed, on the write-back's loop; the journal follows on a thread, in groups.
 
-    `len()` of it, and `in`, are as of now. What is added is in the file a moment later (`flush`
+    `count`, and `in`, are as of now. What is added is in the file a moment later (`flush`
     waits for it): a kill in between forgets an upload. Without a journal nothing is remembered.
     """
 
@@ -187,7 +187,9 @@ class Owed:
         self._names = dict.fromkeys(names)
         return names
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many are owed."""
         return len(self._names)
 
     def __contains__(self, name: ObjectName) -> bool:

@@ -56,6 +56,7 @@ class Obstacles(Bucket):
         self.under_way = 0
         self.most_under_way = 0
         self._stir = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait until something is so; looked at whenever a request comes."""
@@ -65,7 +66,7 @@ class Obstacles(Bucket):
 
     async def _meet(self, verb: str, path: str) -> Outcome:
         self.asked.append((verb, path))
-        self._stir.set()
+        self.loop.call_soon_threadsafe(self._stir.set)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         try:

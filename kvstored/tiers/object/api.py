@@ -121,7 +121,8 @@ class Pool(ABC):
         self, names: Sequence[Sequence[ObjectName]], deadline: float
     ) -> list[Sequence[int]]:
         """How far a prefix is there. `names`: per chunk, in order, the names of its parts. Gives,
-        for each leading chunk of which every part exists, the lengths of its objects in bytes.
+        for each leading chunk of which every part exists, the lengths of its objects in bytes; 0
+        where that follows from the search without having been asked for.
 
         A galloping search: O(log n) rounds of HEADs, under the deadline (time.monotonic()), with
         what was absent lately remembered for a while. What is not known in time is absent.

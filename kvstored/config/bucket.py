@@ -5,8 +5,7 @@ from __future__ import annotations
 from urllib.parse import unquote, urlsplit
 
 from kvstored.config.reader import Section
-from kvstored.tiers.object.policy import POLICIES
-from kvstored.tiers.object.settings import ObjectSettings
+from kvstored.tiers.object.settings import WRITE_BACK, ObjectSettings
 
 MIB = 1 << 20
 SCHEMES = ("s3", "file", "gs", "az")
@@ -30,7 +29,7 @@ def build_object(section: Section) -> ObjectSettings:
         allow_http=section.boolean("allow_http", default=given.allow_http),
         cap_bytes=section.size("cap_bytes", given.cap_bytes, least=0),
         ttl_s=section.seconds("ttl_s", given.ttl_s, least=0.0, most=3650 * _DAY_S),
-        write_back=section.choice("write_back", given.write_back, tuple(POLICIES)),
+        write_back=section.choice("write_back", given.write_back, WRITE_BACK),
         max_backlog_bytes=section.size("max_backlog_bytes", given.max_backlog_bytes, least=MIB),
         parallel=section.integer("parallel", given.parallel, least=1, most=256),
         range_bytes=section.size("range_bytes", given.range_bytes, least=4 * MIB, most=8 * MIB),

@@ -85,3 +85,8 @@ def test_a_stop_from_inside_has_its_own_status() -> None:
     with process("-c", SCRIPT, "nothing-happens", "0.5", "begin") as child:
         assert child.status() == 7
         assert "the stop took too long" in child.stderr
+
+
+def test_the_signals_are_blocked_before_numpy_starts_threads() -> None:
+    with process("-c", "import sys, kvstored.cli; sys.exit('numpy' in sys.modules)") as child:
+        assert child.status() == 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvstored.tiers.object.policy import POLICIES, All, Policy, SecondHit, Shared, make_policy
+from kvstored.tiers.object.settings import WRITE_BACK
 
 NONE = np.zeros((1, 32), np.uint8)
 
@@ -17,7 +18,7 @@ def chain(seed: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_each_name_of_the_configuration_is_a_policy() -> None:
-    assert set(POLICIES) == {"all", "shared", "second_hit"}
+    assert set(POLICIES) == set(WRITE_BACK) == {"all", "shared", "second_hit"}
     for name in POLICIES:
         assert isinstance(make_policy(name), Policy)
 

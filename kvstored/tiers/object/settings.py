@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WRITE_BACK = ("all", "shared", "second_hit")
+"""Names of the policies of `kvstored.tiers.object.policy`. Here, since that needs numpy, which the
+configuration must not import: its threads would not leave the stop signals to the stop watch.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectSettings:

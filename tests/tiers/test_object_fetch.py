@@ -42,12 +42,14 @@ class Trying(ObstoreBucket):
     def __init__(self, settings: ObjectSettings) -> None:
         super().__init__(settings)
         self.reads: list[tuple[str, int, int]] = []
+        self.deadlines: list[float] = []
         self.spoil: Callable[[int, Sink], Awaitable[Sink | Got]] | None = None
 
     async def get(
         self, path: str, start_bytes: int, length_bytes: int, sink: Sink, deadline: float
     ) -> Got:
         self.reads.append((path, start_bytes, length_bytes))
+        self.deadlines.append(deadline)
         if self.spoil is not None:
             instead = await self.spoil(start_bytes, sink)
             if isinstance(instead, Got):
@@ -179,8 +181,11 @@ async def test_rot_is_told_and_nothing_of_it_is_ok(bucket: Trying, at: int) -> N
 
 
 @pytest.mark.parametrize("change", [-1, -5000, 1, 5000])
-async def test_a_stored_object_of_a_wrong_length_is_corrupt(bucket: Trying, change: int) -> None:
-    sample = make_sample(3 * MIB + 5, 1)
+@pytest.mark.parametrize("length", [8192, 3 * MIB + 5])
+async def test_a_stored_object_of_a_wrong_length_is_corrupt(
+    bucket: Trying, length: int, change: int
+) -> None:
+    sample = make_sample(length, 1)
     stored = encode(sample.meta, 1) + sample.data
     stored = stored[:change] if change < 0 else stored + bytes(change)
     await bucket.put_if_absent(path_of(name_of(sample)), [stored], soon())
@@ -308,6 +313,50 @@ async def test_after_a_cancellation_nothing_is_written(s3_bucket: Trying, seed: 
     await s3_bucket.head("v1/anything", soon())
     assert before == {index: bytes(memory) for index, memory in wanted.memory.items()}
     wanted.check()
+
+
+async def test_no_read_may_outlast_the_fetch_or_its_own_time(bucket: Trying) -> None:
+    samples = [make_sample(3 * MIB, 1)]
+    await store(bucket, samples)
+    before = time.monotonic()
+    for patience_s, deadline in ((10.0, before + 7.0), (3.0, before + 100.0)):
+        bucket.deadlines.clear()
+        wanted = Wanted(samples)
+        await fetcher(bucket, 4, patience_s).fetch(wanted.items, deadline, wanted.arrived)
+        assert wanted.outcomes() == [Outcome.OK]
+        assert max(bucket.deadlines) <= min(deadline, time.monotonic() + patience_s)
+
+
+async def test_an_object_that_failed_arrives_when_its_other_reads_have_ended(
+    bucket: Trying,
+) -> None:
+    """Or they would still write to memory that has been given back."""
+    sample = make_sample(6 * MIB, 1)
+    await store(bucket, [sample])
+    wanted = Wanted([sample])
+    writing = asyncio.Event()  # on the bucket's loop
+    told_early: list[bool] = []
+
+    async def spoil(start: int, sink: Sink) -> Sink | Got:
+        if start == 2 * MIB + 4096:
+            await writing.wait()
+            return Got(Outcome.DENIED)
+        if start == 0:
+            return sink
+
+        async def late(chunk: memoryview) -> bool:
+            writing.set()
+            await asyncio.sleep(0.05)  # long after the other has failed
+            told_early.append(bool(wanted.fetched))
+            return await sink(chunk)
+
+        return late
+
+    bucket.spoil = spoil
+    await fetcher(bucket).fetch(wanted.items, soon(), wanted.arrived)
+    assert wanted.outcomes() == [Outcome.DENIED]
+    assert told_early
+    assert not any(told_early)
 
 
 def test_spans_cover_an_object_once() -> None:

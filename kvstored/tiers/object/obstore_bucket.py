@@ -26,9 +26,12 @@ from kvstored.tiers.object.bucket_errors import classify
 from kvstored.tiers.object.bucket_loop import BucketLoop
 from kvstored.tiers.object.settings import ObjectSettings
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 """A body is taken in by chunks of about this: large enough to cost Python little, small enough to
 be still in the CPU's cache when it is copied and checked."""
+
+WHOLE_BYTES = (2 << 20) + (4 << 10)
+"""A read of no more than this is awaited as one: each chunk awaited costs as much as copying it."""
 
 LIST_PAGE = 1000
 DELETE_BATCH = 1000  # what S3 takes in one request
@@ -120,7 +123,7 @@ class ObstoreBucket(Bucket):
             self._proven_until = time.monotonic() + BUCKET_PROVEN_S
             total = result.meta["size"]
             due = min(length_bytes, total - start_bytes)
-            async for chunk in self._body(result):
+            async for chunk in self._body(result, length_bytes):
                 if received + len(chunk) > due:
                     return self._got(Outcome.LONG, "a body went on too long", received, total)
                 received += len(chunk)
@@ -132,11 +135,13 @@ class ObstoreBucket(Bucket):
 
         return await self._run(work, lambda outcome: Got(outcome, received, total), deadline)
 
-    async def _body(self, result: obstore.GetResult) -> AsyncIterator[memoryview]:
-        """A body in chunks. A directory gives 8 KiB at a time, so it is asked for all at once: a
-        file is never longer than what was asked of it.
+    async def _body(
+        self, result: obstore.GetResult, length_bytes: int
+    ) -> AsyncIterator[memoryview]:
+        """A body in chunks. A directory would give 8 KiB at a time, so it is asked for all at once:
+        a file is never longer than what was asked of it.
         """
-        if self._streams:
+        if self._streams and length_bytes > WHOLE_BYTES:
             async for chunk in result.stream(min_chunk_size=CHUNK_BYTES):
                 yield memoryview(chunk)
         else:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from engine_support import NO_EOS, tiny_model, tiny_prompt
+from engine_support import NO_EOS, TINY, random_tensors, tiny_prompt
 
+from kvstored_client.engine.checkpoint import Checkpoint, TokenizerSpec
 from kvstored_client.engine.engine import Engine, make_engine
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.types import EngineLimits, Request, TokenEvent
 
@@ -22,13 +25,16 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def tiny() -> LlamaModel:
-    return tiny_model()
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def tiny(request: pytest.FixtureRequest) -> Model:
+    dtype = getattr(torch, request.param)
+    tensors = {name: tensor.to(dtype) for name, tensor in random_tensors(TINY).items()}
+    tokenizer = TokenizerSpec([], [], [], NO_EOS, "")
+    return Model(Checkpoint(Path("tiny"), 0, TINY, tokenizer, tensors))
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: LlamaModel) -> list[list[torch.Tensor]]:
+def alone(tiny: Model) -> list[list[torch.Tensor]]:
     engine = make_engine(tiny, NO_EOS, context_tokens=512)
     return [
         engine.generate(prompt, sampling, keep_logits=True).logits
@@ -61,7 +67,7 @@ def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> list[bool
 
 @pytest.mark.parametrize("own_prefixes", [True, False])
 def test_together_as_alone(
-    tiny: LlamaModel, alone: list[list[torch.Tensor]], own_prefixes: bool
+    tiny: Model, alone: list[list[torch.Tensor]], own_prefixes: bool
 ) -> None:
     limits = EngineLimits(own_prefixes=own_prefixes, prefill_tokens=128)
     engine = make_engine(tiny, NO_EOS, limits=limits, blocks=40)
@@ -71,8 +77,7 @@ def test_together_as_alone(
     assert (engine.stats.own_hit_tokens > 0) == own_prefixes
 
 
-@pytest.mark.parametrize("own_prefixes", [True, False])
-def test_preempted_as_alone(tiny: LlamaModel, own_prefixes: bool) -> None:
+def test_preempted_as_alone(tiny: Model) -> None:
     prompts = [tiny_prompt(60 + n, seed=n) for n in range(4)]
     samplings = [Sampling(max_tokens=75, temperature=0.5 * (n % 2), seed=n) for n in range(4)]
     engine = make_engine(tiny, NO_EOS, context_tokens=512)
@@ -80,12 +85,12 @@ def test_preempted_as_alone(tiny: LlamaModel, own_prefixes: bool) -> None:
         engine.generate(prompt, sampling, keep_logits=True).logits
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
-    engine = make_engine(tiny, NO_EOS, limits=EngineLimits(own_prefixes=own_prefixes), blocks=6)
+    engine = make_engine(tiny, NO_EOS, limits=EngineLimits(own_prefixes=False), blocks=6)
     assert all(equal(together(engine, prompts, samplings), expected))
     assert engine.stats.preemptions > 0
 
 
-def test_a_wrong_shared_block_shows(tiny: LlamaModel, alone: list[list[torch.Tensor]]) -> None:
+def test_a_wrong_shared_block_shows(tiny: Model, alone: list[list[torch.Tensor]]) -> None:
     engine = make_engine(tiny, NO_EOS, limits=EngineLimits(), blocks=40)
     together(engine)
     first = next(n for n in engine.tree.root(b"").children.values() if n.children)

@@ -99,8 +99,13 @@ class Parts:
     def absent(self, names: Sequence[ObjectName]) -> None:
         self.missing += names
 
+    async def cancel(self, namespace: str, tenant: str, deadline: float) -> bool:
+        self.ended.append("uploads")
+        return True
+
     async def delete_all(self, namespace: str, tenant: str, deadline: float) -> int:
-        return 0
+        self.ended.append("objects")
+        return 9
 
 
 class Rig:
@@ -234,6 +239,12 @@ async def test_rot_is_dropped_and_can_be_written_again(rig: Rig, at: int) -> Non
     await rig.put(sample)
     (fetched,) = await rig.fetch([name])
     assert fetched.outcome is Outcome.OK
+
+
+async def test_uploads_end_before_a_sweep(rig: Rig) -> None:
+    assert await rig.pool.delete_all("default", "", soon()) == 9
+    assert rig.parts.ended == ["uploads", "objects"]
+    rig.parts.ended.clear()
 
 
 async def test_what_took_the_place_of_rot_is_not_dropped(rig: Rig) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvstored.tiers.object.api import ObjectName, Offer
+from kvstored.tiers.object.api import ObjectName, Offer, Swept
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,12 @@ class WriteBackPart(Protocol):
     async def delete(self, names: Sequence[ObjectName], deadline: float) -> bool:
         """As in Pool; after uploads of the same names."""
 
+    async def cancel(self, namespace: str, tenant: str, deadline: float) -> bool:
+        """End all uploads of a namespace (of one tenant, unless ""); False: not in time."""
+
+    async def cancel(self, namespace: str, tenant: str, deadline: float) -> bool:
+        """End all uploads of a namespace, or of one of its tenants; before they are swept."""
+
     @property
     def backlog(self) -> Backlog:
         """Cheap; any thread."""
@@ -64,6 +70,9 @@ class ExistencePart(Protocol):
     def forget(self, names: Sequence[ObjectName]) -> None:
         """What was known of names is not true any more, one way or the other."""
 
+    def clear(self) -> None:
+        """Nothing of what was known may be true any more."""
+
     def absent(self, names: Sequence[ObjectName]) -> None:
         """The bucket has just said that these are not there."""
 
@@ -77,7 +86,7 @@ class JanitorPart(Protocol):
     async def close(self) -> None:
         """End."""
 
-    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> int:
+    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> Swept:
         """As in Pool."""
 
     @property

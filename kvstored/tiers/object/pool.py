@@ -148,8 +148,9 @@ class BucketPool(Pool):
         finally:
             self._existence.forget(names)
 
-    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> int:
-        """As in Pool."""
+    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> Swept:
+        """As in Pool. Uploads end first, or one of them would come after the sweep."""
+        await self._write_back.cancel(namespace, tenant, deadline)
         return await self._janitor.delete_all(namespace, tenant, deadline)
 
     def status(self) -> PoolStatus:

@@ -303,6 +303,22 @@ def test_requests_may_be_added_and_aborted_from_other_threads() -> None:
         assert bench.right(name) or bench.events[name][-1].finish_reason == "abort"
 
 
+def test_who_waits_is_admitted_when_another_has_ended() -> None:
+    bench = Bench(max_running=1)
+    bench.add("a", numbers(10), count=1)
+    bench.add("b", numbers(10), count=2)
+    bench.step()
+    assert bench.ended == ["a"]
+    assert bench.engine.wait(0.0)
+    bench.add("c", numbers(10))
+    bench.step()
+    bench.engine.abort("b")
+    assert [event.finish_reason for event in bench.step()] == ["abort", None]
+    assert bench.engine.wait(0.0)
+    bench.finish()
+    assert bench.right("c")
+
+
 def test_waiting_ends_when_a_request_comes() -> None:
     bench = Bench()
     assert not bench.engine.wait(0.0)

@@ -154,18 +154,10 @@ class Engine:
         for sequence in self._scheduler.admit():
             self._tell_progress(sequence)
         planned = self._scheduler.plan()
-        if not planned:
-            return events
-        started = time.perf_counter()
-        logits = self.model.forward([segment for _, segment in planned])
-        self._count(planned, time.perf_counter() - started)
-        for (sequence, segment), row in zip(planned, logits, strict=True):
-            sequence.computed = segment.start + len(segment.token_ids)
-            self._admission.settle(sequence)
-            if sequence.sampled == 0:
-                self._tell_progress(sequence)
-            if row is not None:
-                events.append(self._sample(sequence, row))
+        if planned:
+            events += self._compute(planned)
+        if self._scheduler.waiting and (planned or events):
+            self._wake.set()  # there may be room now for who waits
         return events
 
     def generate(
@@ -262,6 +254,20 @@ class Engine:
             self.stats.aborted += 1
             self._end(sequence)
         return [_event(sequence, None, "abort", None) for sequence in ending]
+
+    def _compute(self, planned: list[Planned]) -> list[TokenEvent]:
+        started = time.perf_counter()
+        logits = self.model.forward([segment for _, segment in planned])
+        self._count(planned, time.perf_counter() - started)
+        events = []
+        for (sequence, segment), row in zip(planned, logits, strict=True):
+            sequence.computed = segment.start + len(segment.token_ids)
+            self._admission.settle(sequence)
+            if sequence.sampled == 0:
+                self._tell_progress(sequence)
+            if row is not None:
+                events.append(self._sample(sequence, row))
+        return events
 
     def _sample(self, sequence: RunningSequence, logits: torch.Tensor) -> TokenEvent:
         token = sequence.sampler.next_token(logits)

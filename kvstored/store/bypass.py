@@ -70,6 +70,7 @@ class Copy:
     checksum: bytes
     offset: int  # in the arena
     into: memoryview  # there, padded
+    place: int = NONE  # that is being read
     pieces: bytes = b""  # once it has arrived: XXH3-64 of each piece
     waiters: list[asyncio.Future[Copied]] = field(default_factory=list)
     readers: int = 0  # who have it and did not give it back
@@ -143,6 +144,15 @@ class Bypass:
             task.add_done_callback(self._ended)
         return futures
 
+    def lost(self, first: int, stop: int) -> None:
+        """The device of these places is given up: nobody waits for what is read there, nor joins
+        them. Its memory is in use until the read returns.
+        """
+        for at, copy in list(self._copies.items()):
+            if not copy.pieces and first <= copy.place < stop:
+                del self._copies[at]
+                self._answer(copy, pb.MISS_TIER_DOWN)
+
     def give_back(self, copy: Copy) -> None:
         """One reader less."""
         copy.readers -= 1
@@ -199,6 +209,7 @@ class Bypass:
                 if copy.alive and copy.ns.index.place[self._tier.kind][copy.row] != NONE:
                     reading.append(copy)
                     reads.append(self._read_of(copy.ns, copy.row, copy.into))
+                    copy.place = reads[-1].place
                 else:
                     left.discard(copy)
                     self._fail(copy, pb.MISS_EVICTED)
@@ -209,11 +220,15 @@ class Bypass:
                 self._fail(copy, pb.MISS_TIER_DOWN)
 
     def _fail(self, copy: Copy, state: int) -> None:
+        self._answer(copy, state)
+        self._free(copy)
+
+    @staticmethod
+    def _answer(copy: Copy, state: int) -> None:
         for waiter in copy.waiters:
             if not waiter.done():
                 waiter.set_result(Copied(None, state))
         copy.waiters.clear()
-        self._free(copy)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -53,6 +53,7 @@ class _Load:
     ns: Namespace
     row: int
     generation: int
+    place: int = NONE  # that is being read
     waiters: list[asyncio.Future[Loaded]] = field(default_factory=list)
 
     @property
@@ -122,6 +123,14 @@ class Loader:
         alone = [row for row, busy in zip(rows, loading, strict=True) if not busy]
         futures = iter(self._bypass.want(ns, alone))
         return [None if busy else next(futures, None) for busy in loading]
+
+    def lost(self, first: int, stop: int) -> None:
+        """The device of these places is given up: nobody waits for what is read there, nor joins
+        them. The memory that it may still write to is in use until the read returns.
+        """
+        for load in [load for load in self._loads.values() if first <= load.place < stop]:
+            self._end(load, NONE, pb.MISS_TIER_DOWN)
+        self._bypass.lost(first, stop)
 
     def give_back(self, copy: Copy) -> None:
         """End the use of a copy."""
@@ -205,6 +214,7 @@ class Loader:
             for load, place in placed:
                 if place != NONE and load.alive and self._is_below(load):
                     reads.append((load, self._read_into(load, place)))
+                    load.place = reads[-1][1].place
                     into.append(place)
                 else:
                     self._end(load, NONE, pb.MISS_EVICTED)

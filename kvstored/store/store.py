@@ -43,7 +43,7 @@ from kvstored.store.volumes import Volumes
 from kvstored.store.walk import column, objects_of, padded
 from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
-from kvstored.tiers.base import Recovered, Tier, TierKind
+from kvstored.tiers.base import VOLUME_SHIFT, Recovered, Tier, TierKind
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import admin_pb2
@@ -191,6 +191,8 @@ class Store:
     def volume_lost(self, number: int) -> None:
         """Hold no longer what the NVMe tier's volume of that number has; see Tier.on_lost."""
         self._volumes.lost(number)
+        if self._loader is not None:
+            self._loader.lost(number << VOLUME_SHIFT, number + 1 << VOLUME_SHIFT)
 
     async def volume_found(self, found: Recovered) -> None:
         """Hold what a volume that has come back has; see Tier.on_found."""
@@ -355,14 +357,39 @@ class Store:
         delete is not sure to outlive it. Only the keys named count in the answer.
         """
         ns = self.namespace(run.namespace)
-        state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
-        dropped = 0
         keys = dict.fromkeys(run.keys)  # held or not: a volume that is away may have them
+        adopted = self._volumes.adopted
+        dropped = await self._drop(ns, run.packed, keys, corrupt)
+        while True:
+            # Also those that another delete, or the clock, has dropped and is still waiting for.
+            if self.writer is not None and (dying := self.writer.dying(ns)):
+                await asyncio.wait(dying)
+            if self.nvme is not None:
+                await self.nvme.forget(ns.name, run.family.fingerprint, list(keys))
+                await self._volumes.settled(ns, keys)
+            # What a volume brought back after we had looked, and before the tier was told.
+            if self._volumes.adopted == adopted:
+                break
+            adopted = self._volumes.adopted
+            if not await self._drop(ns, b"".join(keys), keys, corrupt):
+                break
+        for tier in self.tiers:
+            await self._trash.flush(tier)
+        return dropped
+
+    async def _drop(
+        self, ns: Namespace, packed: bytes, keys: dict[bytes, None], corrupt: bool
+    ) -> int:
+        """Drop chunks and what lies below them, whose keys are added to `keys`; how many were held
+        of those named.
+        """
+        state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
         reason = "corrupt" if corrupt else "deleted"
+        dropped = 0
         # From the end, a slice at a time: others have their turn between slices that were held.
-        for stop in range(len(run), 0, -DELETE_ROWS):
+        for stop in range(len(packed) // KEY_BYTES, 0, -DELETE_ROWS):
             first = max(0, stop - DELETE_ROWS)
-            found = ns.index.find_many(run.packed[first * KEY_BYTES : stop * KEY_BYTES])
+            found = ns.index.find_many(packed[first * KEY_BYTES : stop * KEY_BYTES])
             rows = found[found != NONE][::-1].tolist()
             for chunk in rows:
                 if ns.index.held(chunk):  # else it went with one that is above it, or came twice
@@ -371,14 +398,6 @@ class Store:
                     dropped += 1
             if rows and first:
                 await asyncio.sleep(0)  # others have their turn between slices
-        # Also those that another delete, or the clock, has dropped and is still waiting for.
-        if self.writer is not None and (dying := self.writer.dying(ns)):
-            await asyncio.wait(dying)
-        if self.nvme is not None:
-            await self.nvme.forget(ns.name, run.family.fingerprint, list(keys))
-            await self._volumes.settled(ns, keys)
-        for tier in self.tiers:
-            await self._trash.flush(tier)
         return dropped
 
     async def prefetch(self, run: Run, deadline: float) -> bytes:

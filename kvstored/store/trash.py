@@ -35,6 +35,12 @@ class Trash:
             self._waiting[tier].extend(places)
             self._work.set()
 
+    def purge(self, tier: TierKind, first: int, stop: int) -> None:
+        """Forget places from `first` up to before `stop`: their device is gone, and if it is back
+        they may be of objects that are held.
+        """
+        self._waiting[tier] = [p for p in self._waiting[tier] if not first <= p < stop]
+
     async def flush(self, tier: TierKind) -> None:
         """Free everything discarded so far; durably, where the tier persists.
 

@@ -37,14 +37,17 @@ class Volumes:
         self._trash = trash
         self._losses: Counter[int] = Counter()  # times that each volume went away
         self._adopting = 0
+        self.adopted = 0
+        """Slices of objects that were taken in so far."""
         self._adopted = asyncio.Event()
         self._deleted: set[tuple[str, bytes]] = set()  # while volumes are being adopted
 
     def lost(self, number: int) -> None:
         """Drop the objects whose place is on that volume; where RAM has them, from there alone."""
         self._losses[number] += 1
+        first, stop = number << VOLUME_SHIFT, number + 1 << VOLUME_SHIFT
+        self._trash.purge(TierKind.NVME, first, stop)
         for ns in self._namespaces.values():
-            first, stop = number << VOLUME_SHIFT, number + 1 << VOLUME_SHIFT
             rows = ns.index.placed_within(TierKind.NVME, first, stop)
             chunks = self._residency.lose_many(ns, rows, TierKind.NVME, "volume_lost")
             ns.ghosts.remember_many(ns.index.keys(chunks[-MOST_REASONS:]), pb.MISS_TIER_DOWN)
@@ -84,6 +87,7 @@ class Volumes:
                 self._adopted.clear()
 
     def _adopt(self, part: Recovered) -> None:
+        self.adopted += 1
         kind = TierKind.NVME
         if self._deleted:
             part, places = recovery.without(part, self._deleted)

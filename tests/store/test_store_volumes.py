@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,8 @@ class Labelled(VolumeTier):
         self.turn = 0
         self.may_write = asyncio.Event()
         self.may_write.set()
+        self.gates: dict[int, asyncio.Event] = {}  # by volume
+        self.reached = asyncio.Event()
 
     async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
         places = await super().reserve(namespace, lengths_bytes)
@@ -61,6 +64,10 @@ class Labelled(VolumeTier):
     async def read(
         self, items: Sequence[ObjectRead], arrived: Arrived | None = None
     ) -> list[ReadOutcome]:
+        gates = [self.gates[n] for i in items if (n := i.place >> VOLUME_SHIFT) in self.gates]
+        for gate in gates:
+            self.reached.set()
+            await gate.wait()
         return await super().read([replace(i, place=i.place & _WITHIN) for i in items], arrived)
 
     async def delete(self, places: Sequence[int]) -> None:
@@ -318,3 +325,77 @@ async def test_what_is_left_of_a_chunk_is_not_listed_nor_leased(world: World) ->
     assert world.store.acquire_now(world.c.run(tokens(8), 0, 2), 1 << 30) is None
     assert world.store.match(world.run, pb.PREFIX, pb.DEPTH_NODE).chunks == 1
     assert list(world.store.match(world.run, pb.PREFIX, pb.DEPTH_NODE).states)[1] == DOWN
+
+
+@pytest.mark.parametrize("deleted", [(1, 2), (0, 8)])
+async def test_a_delete_holds_for_what_comes_back_before_the_tier_is_told(
+    world: World, monkeypatch: pytest.MonkeyPatch, deleted: tuple[int, int]
+) -> None:
+    world.out_of_ram()
+    found = world.on_volume(1)
+    world.store.volume_lost(1)
+    monkeypatch.setattr(volumes, "SLICE_ROWS", 1)
+    told = world.tier.forget
+
+    async def comes_back(namespace: str, family: bytes, keys: Sequence[bytes]) -> None:
+        monkeypatch.setattr(world.tier, "forget", told)
+        await world.store.volume_found(found)
+        await told(namespace, family, keys)
+
+    monkeypatch.setattr(world.tier, "forget", comes_back)
+    await world.store.delete(world.c.run(tokens(8), *deleted))
+    left = deleted[0]
+    assert world.states()[:left] == [IN_NVME] * left
+    assert set(world.states()[left:]).isdisjoint({IN_NVME, int(pb.IN_RAM)})
+    assert world.tier.usage().objects == left, "what was dropped is deleted below"
+    assert {key for _, _, keys in world.tier.forgotten for key in keys} == set(
+        world.run.keys[left:]
+    )
+    world.check_accounts()
+
+
+async def test_places_of_a_lost_volume_are_not_deleted_when_it_is_back(world: World) -> None:
+    """The objects are there again, in the same places."""
+    world.out_of_ram()
+    found = world.on_volume(1)
+    trash, ns = world.store._trash, world.store.namespaces["default"]
+    async with trash._locks[TierKind.NVME]:  # a flush is under way
+        world.store.residency.drop_subtree(ns, world.index.find(world.run.keys[6]), DOWN, "expired")
+        assert len(trash._waiting[TierKind.NVME]) == 2
+        world.store.volume_lost(1)
+        await world.store.volume_found(found)
+    await trash.flush(TierKind.NVME)
+    assert world.states() == [*[IN_NVME] * 6, DOWN, IN_NVME]
+    assert world.tier.usage().objects == 7
+    world.check_accounts()
+
+
+@pytest.mark.parametrize("bypass_ram", [False, True])
+async def test_nobody_waits_for_a_device_that_was_given_up(world: World, bypass_ram: bool) -> None:
+    """And what is put again elsewhere is read, though the old read has not come back."""
+    world.out_of_ram()
+    one = world.c.run(tokens(8), 1, 2)
+    gate = world.tier.gates[1] = asyncio.Event()
+    stream = world.store.open_get(one, time.monotonic() + 60, bypass_ram)
+    getting = asyncio.ensure_future(stream.next())
+    await world.tier.reached.wait()
+    world.store.volume_lost(1)
+    assert await asyncio.wait_for(getting, 20) is None
+    assert list(stream.states) == [DOWN]
+    await stream.close()
+    world.tier.turn = 0
+    await world.c.put(one, [payload(1, SIZE)], durable=True)
+    world.out_of_ram()
+    stream = world.store.open_get(one, time.monotonic() + 60, bypass_ram)
+    grants = await asyncio.wait_for(stream.next(), 20)
+    assert grants is not None
+    assert bytes(grants[0].view) == payload(1, SIZE)
+    stream.delivered(grants)
+    await stream.close()
+    gate.set()
+    assert world.store._loader is not None
+    await world.store._loader.close()  # waits for what is under way, and ends nothing
+    assert world.store.ram.leased_bytes == 0
+    assert world.states()[1] in (IN_NVME, int(pb.IN_RAM))
+    arena = world.store._loader._bypass.arena
+    assert arena.free_bytes == arena.size_bytes

@@ -13,7 +13,7 @@ from tiers.conformance import MIB, Sample, aligned_buffer, make_sample
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import padded_bytes
 from kvstored.tiers.nvme.breaker import Patience
-from kvstored.tiers.object.api import Fetch, Fetched, ObjectName, Offer, Outcome
+from kvstored.tiers.object.api import Fetch, Fetched, ObjectName, Offer, Outcome, Swept
 from kvstored.tiers.object.backend import Got, Head, Page, Sink
 from kvstored.tiers.object.format import encode
 from kvstored.tiers.object.guarded import GuardedBucket
@@ -103,9 +103,12 @@ class Parts:
         self.ended.append("uploads")
         return True
 
-    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> int:
+    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> Swept:
         self.ended.append("objects")
-        return 9
+        return Swept(9, Outcome.OK)
+
+    def clear(self) -> None:
+        self.ended.append("memory")
 
 
 class Rig:
@@ -242,8 +245,8 @@ async def test_rot_is_dropped_and_can_be_written_again(rig: Rig, at: int) -> Non
 
 
 async def test_uploads_end_before_a_sweep(rig: Rig) -> None:
-    assert await rig.pool.delete_all("default", "", soon()) == 9
-    assert rig.parts.ended == ["uploads", "objects"]
+    assert await rig.pool.delete_all("default", "", soon()) == Swept(9, Outcome.OK)
+    assert rig.parts.ended == ["uploads", "objects", "memory"]
     rig.parts.ended.clear()
 
 

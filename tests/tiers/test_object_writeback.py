@@ -14,6 +14,7 @@ from tiers.object_helpers import Bench, Giving, bucket_settings, giving, make_be
 from tiers.object_servers import S3Server
 
 from kvstored.io.base import RealFiles
+from kvstored.supervise import Supervisor
 from kvstored.tiers.object import format as stored
 from kvstored.tiers.object.api import ObjectName, Outcome
 from kvstored.tiers.object.creating import Creator
@@ -308,15 +309,17 @@ async def test_what_is_owed_at_the_end_is_known_to_the_next_life(
     bench.bucket.hold.clear()
 
     owed = Owed(Journal(RealFiles(), tmp_path / "object"))
+    bench.supervisor = supervisor = Supervisor(lambda death: None)
     after = make(bench, owed)
-    left: Sequence[ObjectName] = await owed.open()
-    bench.supervisor.start("second life", after.run)
+    await after.open()
+    left: Sequence[ObjectName] = after.left
     assert list(left) == [name_of(item.sample.meta) for item in items]
     again = [Giving(item.sample) for item in items[:4]]
     after.offer([item.offer() for item in again])
     assert set(await ended(again)) <= {Outcome.OK, Outcome.EXISTED}
-    owed.drop(left[4])  # the store has it no more
+    after.disown(left)  # the store has the last one no more
     assert await after.close(5) == 0
+    await supervisor.stop()
     assert await Owed(Journal(RealFiles(), tmp_path / "object")).open() == []
 
 

@@ -105,6 +105,14 @@ class PoolStatus:
     janitor: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The end of a sweep: how many objects are gone, and whether that were all (OK)."""
+
+    objects: int
+    outcome: Outcome
+
+
 class Pool(ABC):
     """A bucket. `open` never fails for its sake: one that is away is a breaker that is open."""
 
@@ -155,6 +163,16 @@ class Pool(ABC):
         and what was taken is remembered over a restart until it is up, or not there any more.
         """
 
+    def owed(self) -> Sequence[ObjectName]:
+        """What this node's last life still owed to the bucket, as of `open`. Whoever knows what is
+        left of it offers that again, and disowns the rest.
+        """
+        return ()
+
+    def disown(self, names: Sequence[ObjectName]) -> None:
+        """These are not owed any more: there is nothing left to bring up."""
+        del names
+
     @abstractmethod
     async def delete(self, names: Sequence[ObjectName], deadline: float) -> bool:
         """Drop objects, durably: True once the bucket has said so for all. Uploads of them under
@@ -162,9 +180,10 @@ class Pool(ABC):
         """
 
     @abstractmethod
-    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> int:
-        """Drop everything of a namespace (and of one tenant, unless ""), whichever node stored it,
-        also objects of nodes that are gone. How many.
+    async def delete_all(self, namespace: str, tenant: str, deadline: float) -> Swept:
+        """Drop everything of a namespace (or of one of its tenants, unless ""), whichever node
+        stored it, also objects of nodes that are gone. Durable if the outcome is OK; else some may
+        be left, and it may be called again.
         """
 
     @abstractmethod

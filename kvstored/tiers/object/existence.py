@@ -90,6 +90,12 @@ class Existence:
                 self._asking.pop(name, None)
                 self._known.pop(name, None)
 
+    def clear(self) -> None:
+        """Nothing of what was known may be true any more."""
+        with self._lock:
+            self._asking.clear()
+            self._known.clear()
+
     def absent(self, names: Iterable[ObjectName]) -> None:
         """The bucket has just said that these are not there."""
         with self._lock:

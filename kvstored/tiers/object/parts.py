@@ -46,8 +46,12 @@ class WriteBackPart(Protocol):
     async def cancel(self, namespace: str, tenant: str, deadline: float) -> bool:
         """End all uploads of a namespace (of one tenant, unless ""); False: not in time."""
 
-    async def cancel(self, namespace: str, tenant: str, deadline: float) -> bool:
-        """End all uploads of a namespace, or of one of its tenants; before they are swept."""
+    @property
+    def left(self) -> Sequence[ObjectName]:
+        """What the node's last life owed, as of `open`."""
+
+    def disown(self, names: Sequence[ObjectName]) -> None:
+        """As in Pool."""
 
     @property
     def backlog(self) -> Backlog:

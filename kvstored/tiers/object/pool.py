@@ -9,7 +9,16 @@ from collections.abc import Callable, Sequence
 
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import ObjectMeta
-from kvstored.tiers.object.api import Fetch, Fetched, ObjectName, Offer, Outcome, Pool, PoolStatus
+from kvstored.tiers.object.api import (
+    Fetch,
+    Fetched,
+    ObjectName,
+    Offer,
+    Outcome,
+    Pool,
+    PoolStatus,
+    Swept,
+)
 from kvstored.tiers.object.fetching import Fetcher
 from kvstored.tiers.object.format import HEADER_BYTES, HeaderError, NewerHeader, decode
 from kvstored.tiers.object.guarded import GuardedBucket
@@ -150,8 +159,20 @@ class BucketPool(Pool):
 
     async def delete_all(self, namespace: str, tenant: str, deadline: float) -> Swept:
         """As in Pool. Uploads end first, or one of them would come after the sweep."""
-        await self._write_back.cancel(namespace, tenant, deadline)
-        return await self._janitor.delete_all(namespace, tenant, deadline)
+        if not await self._write_back.cancel(namespace, tenant, deadline):
+            return Swept(0, Outcome.DEADLINE)
+        try:
+            return await self._janitor.delete_all(namespace, tenant, deadline)
+        finally:
+            self._existence.clear()
+
+    def owed(self) -> Sequence[ObjectName]:
+        """As in Pool."""
+        return self._write_back.left
+
+    def disown(self, names: Sequence[ObjectName]) -> None:
+        """As in Pool."""
+        self._write_back.disown(names)
 
     def status(self) -> PoolStatus:
         """As in Pool."""

@@ -93,9 +93,7 @@ class WriteBack:
         self._objects = 0
         self._bytes = 0
         self._up_bytes = 0
-        self.left: Sequence[ObjectName] = ()
-        """What the node's last life owed, as of `open`: for the store to offer again, or to drop
-        (`Owed.drop`) once it knows that it has it no more."""
+        self._left: Sequence[ObjectName] = ()
         self.refused = 0
         """Offers not taken, because the queue was full."""
 
@@ -104,11 +102,16 @@ class WriteBack:
         """As in WriteBackPart."""
         return Backlog(self._objects, self._bytes, len(self._under_way), self._up_bytes)
 
+    @property
+    def left(self) -> Sequence[ObjectName]:
+        """As in WriteBackPart."""
+        return self._left
+
     # ---- what is asked of it ------------------------------------------------------------------
 
     async def open(self) -> None:
         """As in WriteBackPart."""
-        self.left = await self._owed.open()
+        self._left = await self._owed.open()
         self._supervisor.start("object_write_back", self.run)
 
     def offer(self, offers: Sequence[Offer]) -> int:
@@ -140,6 +143,12 @@ class WriteBack:
         self._owed.add(name)
         self._change.set()
 
+    def disown(self, names: Sequence[ObjectName]) -> None:
+        """As `Pool.disown`. What is in the queue stays there, and is owed."""
+        for name in names:
+            if path_of(name) not in self._by_path:
+                self._owed.drop(name)
+
     async def delete(self, names: Sequence[ObjectName], deadline: float) -> bool:
         """As `Pool.delete`. What was offered before is cancelled, or waited for where it is under
         way; what is offered meanwhile goes up afterwards. False: some may still be there.
@@ -151,6 +160,7 @@ class WriteBack:
             items = [item for path in paths for item in self._by_path.get(path, ())]
             if not await self._cancel(items, deadline):
                 return False
+            self.disown(names)
             return await self._delete(paths, deadline)
         finally:
             for path in paths:

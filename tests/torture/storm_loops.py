@@ -218,7 +218,8 @@ class Loops:
             verdict = self._judge(obj, survey, left.get(obj, []), clean)
             report.verdicts[verdict] += 1
             if verdict in (Verdict.CORRUPT, Verdict.PHANTOM, Verdict.LOST):
-                print(self._ledger.tell(obj, survey.found.get(obj), left.get(obj, [])), flush=True)
+                story = self._ledger.tell(obj, survey.found.get(obj), left.get(obj, []))
+                print(verdict.value, story, flush=True)
         self._ledger.settle(survey.found)
         counters = daemon.counters()
         if counters["rotten"] > len(survey.refused) or counters["tasks that died"]:
@@ -228,13 +229,13 @@ class Loops:
     def _survey(self) -> Survey:
         survey = Survey()
         clients = self._clients[0]
-        for client in clients.values():
-            survey.list(client)
+        survey.list(clients.values())
         known = {key for key, _ in self._ledger.objects() | survey.listed}
         for generation in range(self._generation + 1):
             for chain in self._chains(generation):
                 if not known.isdisjoint(chain.keys):
                     survey.look(clients[chain.namespace], chain)
+        survey.list_again(clients.values())
         return survey
 
     def _judge(self, obj: Object, survey: Survey, left: list[Left], clean: bool) -> Verdict:

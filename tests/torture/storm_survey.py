@@ -40,10 +40,14 @@ class Survey:
         """
         return self.listed - self.found.keys()
 
-    def list(self, client: KVClient) -> None:
-        """What a namespace has."""
-        for entry in client.list(timeout_s=TIMEOUT_S):
-            self.listed.update((entry.key, part) for part in entry.parts)
+    def list(self, clients: Iterable[KVClient]) -> None:
+        """What the namespaces have, before anything is read."""
+        self.listed = _listed(clients)
+
+    def list_again(self, clients: Iterable[KVClient]) -> None:
+        """Afterwards: what lies below a chunk that was refused has gone with it, read or not."""
+        left = _listed(clients)
+        self.found = {obj: offer for obj, offer in self.found.items() if obj in left}
 
     def look(self, client: KVClient, chain: Chain) -> None:
         """Read what there is of a prefix, each part for itself."""
@@ -81,6 +85,15 @@ class Survey:
                 self._read(client, chain, part, range(chunk, chunk + 1))
             elif got.states[i] not in _GONE:
                 self.wrong.append(f"not to be had: {obj[0].hex()} {part}: {got.states[i].name}")
+
+
+def _listed(clients: Iterable[KVClient]) -> set[Object]:
+    return {
+        (entry.key, part)
+        for client in clients
+        for entry in client.list(timeout_s=TIMEOUT_S)
+        for part in entry.parts
+    }
 
 
 def _runs(numbers: Iterable[int]) -> list[tuple[int, int]]:

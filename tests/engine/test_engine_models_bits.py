@@ -20,39 +20,43 @@ from kvstored_client.engine.checkpoint import Checkpoint, TokenizerSpec
 from kvstored_client.engine.model import TILE_ROWS, Model, subtile_rows
 from kvstored_client.engine.types import Segment
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # (in, out) of SmolLM2-135M's products, of the small model's, and odd ones.
 PRODUCTS = [(576, 960), (576, 576), (576, 3072), (1536, 576), (96, 160), (160, 96), (70, 100)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "out"), PRODUCTS)
 def test_a_products_rows_depend_on_nothing_but_themselves(
-    columns: int, out: int, dtype: torch.dtype
+    columns: int, out: int, dtype: torch.dtype, device: str
 ) -> None:
     """Not on which row it is, nor on what the others hold."""
-    weight, rows = torch.randn(out, columns).to(dtype), torch.randn(TILE_ROWS, columns).to(dtype)
+    weight = torch.randn(out, columns).to(device, dtype)
+    rows = torch.randn(TILE_ROWS, columns).to(device, dtype)
     expected = functional.linear(rows, weight)
     for shift in range(1, TILE_ROWS):
         moved = functional.linear(rows.roll(shift, 0), weight).roll(-shift, 0)
         assert torch.equal(moved, expected)
     for row in range(0, TILE_ROWS, 5):
-        others = torch.randn(TILE_ROWS, columns).to(dtype)
+        others = torch.randn(TILE_ROWS, columns).to(device, dtype)
         others[row] = rows[row]
         assert torch.equal(functional.linear(others, weight)[row], expected[row])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "group", "chunks"), [(3, 3, 1), (3, 3, 9), (1, 6, 3)])
 def test_a_subtile_attends_alike_alone_and_among_others(
-    kv_heads: int, group: int, chunks: int, dtype: torch.dtype
+    kv_heads: int, group: int, chunks: int, dtype: torch.dtype, device: str
 ) -> None:
     size, keys = subtile_rows(group), chunks * CHUNK_TOKENS
     starts = [keys - CHUNK_TOKENS + size * i for i in (0, 3, 5, CHUNK_TOKENS // size - 1)]
-    bias = Shape(TILE_ROWS, size, group, dtype).bias(starts)
-    query = torch.randn(4, kv_heads, group * size, 64).to(dtype)
-    k, v = (torch.randn(4, kv_heads, keys, 64).to(dtype) for _ in "kv")
+    bias = Shape(TILE_ROWS, size, group, dtype).bias(starts).to(device)
+    query = torch.randn(4, kv_heads, group * size, 64).to(device, dtype)
+    k, v = (torch.randn(4, kv_heads, keys, 64).to(device, dtype) for _ in "kv")
     together = functional.scaled_dot_product_attention(query, k, v, attn_mask=bias)
     for i in range(4):
         one = slice(i, i + 1)
@@ -82,7 +86,7 @@ class Computed:
 
 
 def compute(model: Model, prompts: Sequence[list[int]], steps: list[list[Piece]]) -> Computed:
-    pool = BlockPool(model.config, 16, model.dtype)
+    pool = BlockPool(model.config, 16, model.dtype, model.device)
     tables = [BlockTable(pool, len(prompt)) for prompt in prompts]
     logits = {}
     for step in steps:
@@ -123,16 +127,17 @@ def random_steps(lengths: Sequence[int], seed: int) -> list[list[Piece]]:
     return steps
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"kv_heads": 1}, {"kv_heads": 6}, {"qk_norm": True, "qkv_bias": True, "head_dim": 24}],
 )
 def test_random_steps_of_many_sequences_give_the_bits_of_each_alone(
-    changes: dict[str, int], dtype: torch.dtype
+    changes: dict[str, int], dtype: torch.dtype, device: str
 ) -> None:
     config = replace(TINY, layers=2, **changes)
-    tensors = {name: t.to(dtype) for name, t in random_tensors(config).items()}
+    tensors = {name: t.to(device, dtype) for name, t in random_tensors(config).items()}
     spec = TokenizerSpec([], [], [], NO_EOS, "")
     model = Model(Checkpoint(Path("tiny"), 0, config, spec, tensors))
     prompts = [tiny_prompt(n, seed=n) for n in (130, 64, 67, 1)]

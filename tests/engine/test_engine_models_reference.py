@@ -19,6 +19,7 @@ from kvstored_client.engine.model import Model
 from kvstored_client.engine.rope import inverse_frequencies, position_encoding
 from kvstored_client.engine.types import Segment
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 TOKENS = 200
 RELATIVE_BOUND = 1e-4
 
@@ -30,14 +31,14 @@ def tokens(count: int = TOKENS) -> list[int]:
 
 def every_logit(model: Model, prompt: list[int]) -> torch.Tensor:
     """Logits after every token [tokens, vocab], chunk by chunk and then one by one."""
-    table = BlockTable(BlockPool(model.config, 4, model.dtype), len(prompt))
+    table = BlockTable(BlockPool(model.config, 4, model.dtype, model.device), len(prompt))
     rows = []
     for a in range(0, len(prompt), CHUNK_TOKENS):
         whole = prompt[a : a + CHUNK_TOKENS]
         rows += model.forward(
             [Segment(table, [t], a + i, wants_logits=True) for i, t in enumerate(whole)]
         )
-    return torch.stack([row for row in rows if row is not None])
+    return torch.stack([row.cpu() for row in rows if row is not None])
 
 
 def reference(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
@@ -50,11 +51,14 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(tmp_path: Path, family: str, rope: str) -> None:
+def test_logits_are_those_of_transformers(
+    tmp_path: Path, family: str, rope: str, device: str
+) -> None:
     theirs = save_random(tmp_path, family, rope)
-    ours = Model(load(tmp_path))
+    ours = Model(load(tmp_path, device=device))
     expected = reference(theirs, tokens())
     assert error(every_logit(ours, tokens()), expected) <= RELATIVE_BOUND
     frequencies = theirs.model.rotary_emb.inv_freq

@@ -17,6 +17,9 @@ MOST_OLDEST: Final = 20_000
 WINDOW: Final = 2
 """Of the oldest so many times the bytes that must go are looked at, to find the best to drop."""
 
+SLACK_MS: Final = 60_000
+"""And what came so soon after those: the chunks of one prefix come within moments."""
+
 
 class Survey:
     """What a whole listing showed: totals, and the oldest objects. Other things are not counted."""
@@ -88,13 +91,14 @@ class _Chunk:
 
 def window(oldest: Sequence[Entry], need_bytes: int) -> list[Entry]:
     """Of the oldest, those whose headers are worth reading to drop `need_bytes`."""
-    found, left = [], WINDOW * need_bytes
-    for entry in oldest:
-        if left <= 0:
-            break
-        found.append(entry)
+    left, until_ms = WINDOW * need_bytes, 0
+    for at, entry in enumerate(oldest):
+        if left > 0:
+            until_ms = entry.modified_ms + SLACK_MS
+        elif entry.modified_ms > until_ms:
+            return list(oldest[:at])
         left -= entry.length_bytes
-    return found
+    return list(oldest)
 
 
 def victims(candidates: Sequence[Candidate], need_bytes: int, now_ms: int) -> list[Entry]:

@@ -48,7 +48,7 @@ class Lease:
         self.expires_s = expires_s
         self._mine = 0  # the last number that was ours
         self._until = 0.0
-        self._seen: tuple[int, int] = (0, 0)  # highest number and its age mark
+        self._seen: tuple[int, int] | None = None  # the highest number, and when it was made
         self._seen_at = 0.0
         self._bucket_ms = (0, 0.0)  # the bucket's clock, and ours at that moment
         self.words: Mapping[str, object] = {}
@@ -74,7 +74,7 @@ class Lease:
         if entries:
             top = max(entries)
             mark = (top, entries[top].modified_ms)
-            self.changed = mark != self._seen and top != self._mine
+            self.changed = self._seen is not None and mark != self._seen and top != self._mine
             if mark != self._seen:
                 self._seen, self._seen_at = mark, self._now()
             free = top == self._mine or self._now() - self._seen_at >= self.expires_s

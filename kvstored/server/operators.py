@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from kvstored.errors import BadRequest, Draining
 from kvstored.server.auth import Caller
 from kvstored.server.ports import OperatorHost, VolumesPort
+from kvstored.tiers.nvme.drains import LastVolume, UnknownVolume
 from kvstored.tiers.nvme.scrub import PassEnd, ScrubStatus
 from kvstored.tiers.nvme.status import VolumeState, VolumeStatus
-from kvstored.tiers.nvme.volumes import LastVolume, UnknownVolume
 from kvstored_client.proto import admin_pb2 as admin
 
 _log = logging.getLogger(__name__)

@@ -17,10 +17,10 @@ from tiers.nvme_volumes_helpers import CAP_BYTES, PATIENCE, World, make_volume, 
 from kvstored.errors import DataDirectoryError
 from kvstored.io.faults import Fault
 from kvstored.tiers.base import VOLUME_SHIFT, NoRoom, ObjectWrite, ReadOutcome, WriteOutcome
+from kvstored.tiers.nvme.drains import LastVolume, UnknownVolume
 from kvstored.tiers.nvme.member import VolumeSpec
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.tier import NvmeTier
-from kvstored.tiers.nvme.volumes import LastVolume, UnknownVolume
 
 
 @pytest.fixture
@@ -362,6 +362,39 @@ async def test_drain_moves_what_has_room(world: World) -> None:
         await world.tier.drain("v2")
     await world.becomes(0, VolumeState.DRAINED)
     assert len(world.held) == 27
+
+
+async def test_drain_goes_on_after_a_restart(world: World) -> None:
+    await world.put_new(1, 12)
+    gate = threading.Event()
+    copying = world.files.inject(Fault("pwritev", f"{world.root}/v[02]/data", stuck=gate, times=1))
+    await world.tier.drain("v1")
+    await until(lambda: bool(copying.hits))
+    closing = asyncio.ensure_future(world.tier.close())
+    await asyncio.sleep(0)  # it is cut off
+    gate.set()
+    await closing
+    world.files.clear()
+    await world.start()
+    assert world.status(1).state is VolumeState.DRAINING
+    await world.becomes(1, VolumeState.DRAINED)
+    await until(lambda: len(world.held) == 12)
+    await world.assert_all_read()
+    world.count = 1  # who takes it out of the configuration may list it again
+    await world.restart()
+    world.count = 3
+    await world.restart()
+    assert [v.state for v in world.tier.volumes()] == [VolumeState.OK] * 3
+
+
+async def test_drain_that_cannot_be_noted_is_refused(world: World) -> None:
+    await world.put_new(1, 6)
+    world.files.inject(Fault("rename", "*known.json*", error=errno.EROFS))
+    with pytest.raises(DataDirectoryError, match="drain once more"):
+        await world.tier.drain("v1")
+    world.files.clear()
+    assert world.status(1).state is VolumeState.OK
+    await world.assert_all_read()
 
 
 async def test_drained_volume_comes_back_empty(tmp_path: Path) -> None:

@@ -46,13 +46,16 @@ class Tombstone:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A volume that was seen. `empty`: what it holds is void. Speeds are as measured, or 0.0."""
+    """A volume that was seen. `empty`: what it holds is void. `draining`: it was asked for, and is
+    not through. Speeds are as measured, or 0.0.
+    """
 
     uuid: str  # hexadecimal
     directory: str
     name: str
     empty: bool = False
     drained: bool = False
+    draining: bool = False
     read_bytes_per_s: float = 0.0
     write_bytes_per_s: float = 0.0
 

@@ -158,7 +158,7 @@ class NvmeTier(Tier):
 
         Raises UnknownVolume, LastVolume, or DataDirectoryError where that cannot be noted.
         """
-        await self._volumes.drain(name)
+        await self._volumes.drains.drain(name)
 
     # ---- reserve ------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class NvmeTier(Tier):
     async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
         """See Tier. Every volume keeps it; one that is away, when it is back."""
         if not self._down:
-            await self._volumes.remember_family(namespace, fingerprint, spec)
+            await self._volumes.families.remember(namespace, fingerprint, spec)
 
     def _member(self, number: int) -> Member:
         if number >= len(self._members):

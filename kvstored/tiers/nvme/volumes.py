@@ -17,31 +17,21 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstored.errors import KvstoredError
 from kvstored.io.base import Files
 from kvstored.tiers.base import Recovered, Tier
-from kvstored.tiers.nvme import draining, merging
-from kvstored.tiers.nvme.away import Away, unseen
+from kvstored.tiers.nvme import merging
+from kvstored.tiers.nvme.arrivals import PURGE_AT_ONCE, Arrivals
+from kvstored.tiers.nvme.away import Away
 from kvstored.tiers.nvme.breaker import Patience
 from kvstored.tiers.nvme.deletes import Deletes
+from kvstored.tiers.nvme.drains import Drains
 from kvstored.tiers.nvme.failures import FAILURES, VolumeAway, may_mend
+from kvstored.tiers.nvme.families import Families
 from kvstored.tiers.nvme.member import Member
-from kvstored.tiers.nvme.registry import Known
-from kvstored.tiers.nvme.speed import differ
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
 _log = logging.getLogger(__name__)
-
-_PURGE_AT_ONCE = 1024
-
-
-class UnknownVolume(KvstoredError):
-    """No volume of that name is configured."""
-
-
-class LastVolume(KvstoredError):
-    """The only volume that takes objects cannot be drained."""
 
 
 class Volumes:
@@ -60,8 +50,10 @@ class Volumes:
         self._members = members
         self._patience = patience
         self.away = Away(files, registry, patience.stuck_after_s)
-        self._families: dict[tuple[str, bytes], bytes] = {}
+        self.families = Families(members)
         self.deletes = Deletes(self.away, members)
+        self.drains = Drains(owner, members, self.away, self._start, self._store_is_ready)
+        self._arrivals = Arrivals(self.away)
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = True
         self._ready = asyncio.Event()
@@ -106,17 +98,18 @@ class Volumes:
                 self._start(self._revive(member, late.get(member)))
         self._start(self._watch())
         whole = merging.merged(found)
-        await self._share_families(whole.family_specs)
+        await self.families.share(whole.family_specs)
         return whole
 
     async def _take_back(self) -> None:
-        """A drained volume that is configured no longer is free for anything, and so is the
-        directory that it was in.
+        """A volume that was to be drained and is configured no longer is free for anything, and so
+        is the directory that it was in.
         """
         used = {str(member.spec.directory) for member in self._members}
         for known in self.away.all_known():
-            if known.drained and known.directory not in used:
-                await self.away.remember(replace(known, drained=False, directory=""))
+            if (known.drained or known.draining) and known.directory not in used:
+                fresh = replace(known, drained=False, draining=False, directory="")
+                await self.away.remember(fresh)
 
     async def _store_is_ready(self) -> None:
         """Wait until the store has what the tier was opened with, and takes more."""
@@ -145,7 +138,7 @@ class Volumes:
         if len(self._members) > 1:
             with contextlib.suppress(OSError):  # also when the registry's disk takes too long
                 async with asyncio.timeout(self._patience.stuck_after_s):
-                    await self._note_speed(member)
+                    await self._arrivals.note_speed(member)
         call = member.begin(_close, _closed)
         if call is None:
             return
@@ -179,13 +172,13 @@ class Volumes:
         assert member.tier is not None
         tier = member.tier
         try:
-            uuid = await self._recognise(member, tier)
+            uuid = await self._arrivals.recognise(member, tier)
             if len(self._members) > 1:
                 await member.measure()
-                await self._note_speed(member)
+                await self._arrivals.note_speed(member)
             if not self._opening:
                 await self._store_is_ready()
-            found = await self._purged(member, tier, uuid, found)
+            found = await self._arrivals.purged(member, tier, uuid, found)
             if member.drained:
                 raise VolumeAway(f"volume {member.spec.name} was given up meanwhile")
         except BaseException:
@@ -194,64 +187,14 @@ class Volumes:
             raise
         numbered = merging.numbered(found, member.number)
         member.full = False
-        if member.spec.drain:
-            member.state, member.detail = VolumeState.DRAINING, "as configured"
-            self._start(self._drain_out(member, tier, numbered))
+        if why := self.drains.why(member):
+            member.state, member.detail = VolumeState.DRAINING, why
+            self._start(self.drains.out(member, tier, numbered))
             return merging.rows(numbered, np.zeros(0, np.int64))
         member.state, member.detail = VolumeState.OK, ""
         if not self._opening and self._owner.on_found is not None:
             await self._owner.on_found(numbered)
         return numbered
-
-    async def _recognise(self, member: Member, tier: VolumeTier) -> str:
-        """Know the volume by its UUID from now on."""
-        uuid = tier.uuid.hex()
-        known = self.away.known(uuid) or Known(uuid, "", "")
-        member.read_bytes_per_s = member.read_bytes_per_s or known.read_bytes_per_s
-        member.write_bytes_per_s = member.write_bytes_per_s or known.write_bytes_per_s
-        directory = member.spec.directory
-        other = self.away.at(directory)
-        if other is not None and other.uuid != uuid:  # it is elsewhere now, or gone
-            await self.away.remember(replace(other, directory=""))
-        await self.away.remember(
-            replace(known, directory=str(directory), name=member.spec.name, drained=False)
-        )
-        member.uuid = uuid
-        return uuid
-
-    async def _note_speed(self, member: Member) -> None:
-        """Remember a speed over restarts; again only once it is another."""
-        known = self.away.known(member.uuid)
-        if known is not None and differ(member.read_bytes_per_s, known.read_bytes_per_s):
-            read, write = round(member.read_bytes_per_s), round(member.write_bytes_per_s)
-            await self.away.remember(replace(known, read_bytes_per_s=read, write_bytes_per_s=write))
-
-    async def _purged(
-        self, member: Member, tier: VolumeTier, uuid: str, found: Recovered
-    ) -> Recovered:
-        """What is left once the volume has been told of every delete that it missed."""
-        stand_in = unseen(member.spec.directory)
-        while True:
-            known = self.away.known(uuid)
-            empty = known is not None and known.empty
-            missed = {name: self.away.pending(name) for name in (uuid, stand_in)}
-            if not empty and not any(missed.values()):
-                break
-            gone = merging.doomed(found, missed[uuid] + missed[stand_in])
-            if empty:
-                gone[:] = True
-            places = found.place[gone].tolist()
-            for at in range(0, len(places), _PURGE_AT_ONCE):
-                await tier.delete(places[at : at + _PURGE_AT_ONCE])
-            found = merging.rows(found, ~gone)
-            _log.info("volume %s: %d deletes made up for", member.spec.name, len(places))
-            for name, tombstones in missed.items():
-                await self.away.told(name, len(tombstones), emptied=empty and name == uuid)
-        if self.away.known(stand_in) is not None:
-            await self.away.drop(stand_in)
-            if self.away.pending(uuid):
-                return await self._purged(member, tier, uuid, found)
-        return found
 
     async def _revive(self, member: Member, first: asyncio.Task[Recovered] | None = None) -> None:
         """Try to open a lost volume until it is there."""
@@ -268,7 +211,7 @@ class Volumes:
                     member.detail = str(error)
                 continue
             _log.warning("volume %s is back", member.spec.name)
-            await self._share_families(self._families)
+            await self.families.share()
             return
 
     # ---- trouble ------------------------------------------------------------------------------
@@ -340,7 +283,7 @@ class Volumes:
         try:
             member.answers_again()
             while member.owed and member.tier is tier and member.changes.closed:
-                some = [member.owed.pop() for _ in range(min(len(member.owed), _PURGE_AT_ONCE))]
+                some = [member.owed.pop() for _ in range(min(len(member.owed), PURGE_AT_ONCE))]
                 call = member.begin(partial(_delete_owed, places=some), _closed)
                 if call is None or await call.answer() is None:
                     member.owed.update(some)
@@ -383,105 +326,6 @@ class Volumes:
                 _log.warning("volume %s: %s", member.spec.name, error)
         await self._revive(member)
 
-    # ---- families -----------------------------------------------------------------------------
-
-    async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
-        """See NvmeTier.remember_family."""
-        self._families[namespace, fingerprint] = spec
-        await self._tell_families([(m, [(namespace, fingerprint)]) for m in self._usable()])
-
-    def _usable(self) -> list[Member]:
-        return [m for m in self._members if m.placeable]
-
-    async def _share_families(self, known: dict[tuple[str, bytes], bytes]) -> None:
-        """Have every volume know each family: objects of any may come to it."""
-        missing = [
-            (m, [names for names in known if names not in m.families]) for m in self._usable()
-        ]
-        self._families |= known
-        await self._tell_families(missing)
-
-    async def _tell_families(
-        self, missing: Sequence[tuple[Member, list[tuple[str, bytes]]]]
-    ) -> None:
-        calls = []
-        for member, names in missing:
-            for name in names:
-                member.families.add(name)
-                work = partial(_remember, names=name, spec=self._families[name])
-                calls.append((member, name, member.begin(work, _closed)))
-        for member, name, call in calls:
-            if call is None or await call.answer() is None:
-                member.families.discard(name)
-
-    # ---- draining -----------------------------------------------------------------------------
-
-    async def drain(self, name: str) -> None:
-        """See NvmeTier.drain."""
-        member = next((m for m in self._members if m.spec.name == name), None)
-        if member is None:
-            names = ", ".join(m.spec.name for m in self._members)
-            raise UnknownVolume(f"there is no volume {name}", f"the volumes are: {names}")
-        if member.state in (VolumeState.DRAINING, VolumeState.DRAINED):
-            return
-        if not any(m is not member and m.placeable for m in self._members):
-            raise LastVolume(
-                f"{name} is the only volume that takes objects", "add another volume first"
-            )
-        if member.state is VolumeState.LOST:
-            await self._note_drained(member)
-            return
-        tier = member.take_out()
-        member.state, member.detail = VolumeState.DRAINING, "what it holds is looked up"
-        if self._owner.on_lost is not None:
-            self._owner.on_lost(member.number)
-        self._start(self._drain_again(member, tier))
-
-    async def _drain_again(self, member: Member, tier: VolumeTier | None) -> None:
-        """Close a volume and open it for draining alone."""
-        if tier is not None:
-            try:
-                await tier.close()
-            except FAILURES as error:
-                _log.warning("volume %s: %s", member.spec.name, error)
-        try:
-            found = await member.open(True)
-            assert member.tier is not None
-            found = await self._purged(member, member.tier, member.uuid, found)
-        except FAILURES as error:
-            _log.error("volume %s: what it holds is dropped: %s", member.spec.name, error)
-            await self._note_drained(member)
-            return
-        await self._drain_out(member, member.tier, merging.numbered(found, member.number))
-
-    async def _drain_out(self, member: Member, tier: VolumeTier, found: Recovered) -> None:
-        """Move what a volume holds elsewhere, and have it count as empty from then on."""
-        await self._store_is_ready()
-        move = draining.Move(self._owner, tier, found, self._lives)
-        async for moved in move.slices():
-            gone = merging.doomed(moved.found, self.away.pending(member.uuid))
-            await move.hand_over(moved, ~gone)
-            member.detail = f"{move.seen} of {len(found.place)} objects seen, {move.moved} moved"
-        await self.away.void(member.uuid)
-        member.take_out()
-        try:
-            await tier.close()
-        except FAILURES as error:
-            _log.warning("volume %s: %s", member.spec.name, error)
-        await self._note_drained(member)
-
-    def _lives(self) -> list[int]:
-        return [m.life for m in self._members]
-
-    async def _note_drained(self, member: Member) -> None:
-        """Durably: what the volume holds is void, and it is not used."""
-        known = self.away.known(member.uuid)
-        if known is not None:
-            await self.away.void(member.uuid)
-            await self.away.remember(replace(known, empty=True, drained=True))
-        member.state, member.detail = VolumeState.DRAINED, ""
-        _log.warning("volume %s is drained", member.spec.name)
-
 
 def _went_well(task: asyncio.Task[Recovered]) -> bool:
     return task.done() and task.exception() is None
@@ -507,11 +351,6 @@ async def _close(tier: VolumeTier) -> bool:
 
 def _closed(tier: VolumeTier, answer: bool) -> None:
     del tier, answer
-
-
-async def _remember(tier: VolumeTier, names: tuple[str, bytes], spec: bytes) -> bool:
-    await tier.remember_family(*names, spec)
-    return True
 
 
 async def _delete_owed(tier: VolumeTier, places: Sequence[int]) -> bool:

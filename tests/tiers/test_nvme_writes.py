@@ -179,8 +179,8 @@ async def test_a_prefix_is_written_in_few_transfers_one_sync_and_one_commit(
     assert [slot_of(place) for place in places] == list(range(1, 17))
     assert len({region_of(place) for place in places}) == 1
     calls = files.calls - before
-    assert calls["pwritev"] - calls["open"] <= 2, "but for pages of the index that are prepared"
-    assert calls["fdatasync"] - calls["open"] == 1
+    assert calls["pwritev"] <= 2
+    assert calls["fdatasync"] == 1
     assert calls["commit"] == 1, "the slots were open already"
     for place, sample in zip(places, samples, strict=True):
         await assert_holds(tier, place, sample)

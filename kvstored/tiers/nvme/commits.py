@@ -152,8 +152,6 @@ class Commits:
         held = plan.error is None
         if held:
             self._settle(plan)
-            if env.unprepared:  # ends before the executor does, and nobody waits for it
-                self._parts.syncs.submit(self._prepare_ahead, env)
         for change in plan.publish + plan.opening:
             change.done.set_result(held and change not in plan.doubtful)
         for change in plan.remove:
@@ -174,14 +172,6 @@ class Commits:
         else:
             self._owed[is_small(change.places[0])].update(change.places)
         change.done.set_result(held)
-
-    def _prepare_ahead(self, env: Environment) -> None:
-        try:
-            env.prepare()
-        except OSError as error:
-            self._parts.note(f"{env.path.name} prepare", error)
-        else:
-            self._parts.note(f"{env.path.name} prepare", None)
 
     def _settle(self, plan: _Batch) -> None:
         for number, bitmap in plan.opened.items():

@@ -37,9 +37,6 @@ VOLUME = b"volume"
 FINGERPRINT_BYTES = 32
 _SHELF_BITS = 10
 
-PREPARED_BYTES = 4 << 20
-"""How much of the file behind the last page in use `prepare` has written to."""
-
 
 def shelf_key(place: int) -> bytes:
     """Key under which a place's record lies: its region, or a thousand small objects."""
@@ -131,8 +128,6 @@ class Environment:
         self.written_bytes = 0
         """What commits wrote, whole pages, as the kernel accounts it to the committing thread."""
         self._writing = threading.Lock()
-        self._map_bytes = map_bytes
-        self._prepared_bytes = 0  # up to here every page has been written to
         if "lock.mdb" in files.listdir(path):
             files.unlink(path / "lock.mdb")
         self._env = lmdb.open(
@@ -164,39 +159,6 @@ class Environment:
         finally:
             self._files.close(fd)
         self._files.sync_directory(self.path)
-
-    @property
-    def unprepared(self) -> bool:
-        """Whether commits will soon come to pages that were never written to."""
-        ahead = self._prepared_bytes - self._used_bytes()
-        return ahead < PREPARED_BYTES // 2 and self._prepared_bytes < self._map_bytes
-
-    def _used_bytes(self) -> int:
-        return int((self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"])
-
-    def prepare(self) -> None:
-        """Write zeros over pages that no commit has come to yet. Raises OSError.
-
-        Until a block of a preallocated file is first written to, the file system keeps a note that
-        it reads as zeros, and the first sync after that commits the note's removal to its journal:
-        ten times what a commit costs otherwise.
-        """
-        with self._writing:
-            start = max(self._used_bytes(), self._prepared_bytes)
-            stop = min(self._used_bytes() + PREPARED_BYTES, self._map_bytes)
-            if start >= stop:
-                return
-            fd = self._files.open(self.path / "data.mdb", os.O_WRONLY)
-            try:
-                zeros = bytes(stop - start)
-                done = 0
-                while done < len(zeros):
-                    done += self._files.pwritev(fd, [memoryview(zeros)[done:]], start + done)
-                self._files.fdatasync(fd)
-            finally:
-                self._files.close(fd)
-            self._prepared_bytes = stop
-            self.written_bytes += stop - start
 
     def close(self) -> None:
         """Close the environment; no transaction may be running."""

@@ -86,6 +86,8 @@ class Answer:
     chunks: int = 0
     stored: int = 0
     reason: str = ""
+    eta_ms: float = 0.0
+    hold: None = None
 
     @property
     def bytes_by_tier(self) -> dict[str, int]:
@@ -108,14 +110,19 @@ class DictStore:
         packed = prefix.keys(bytes(32))
         return [packed[i : i + 32] for i in range(0, len(packed), 32)]
 
-    def match(self, prefix: Prefix) -> Answer:
+    def match(self, prefix: Prefix, **_: object) -> Answer:
         self._check()
         held = [key in self.chunks for key in self.keys(prefix)]
         chunks = [*held, False].index(False)
         return Answer(chunks=chunks, reason="" if chunks == len(held) else "never_stored")
 
     def get(
-        self, prefix: Prefix, into: Sequence[NDArray[np.uint8]], start: int, stop: int
+        self,
+        prefix: Prefix,
+        into: Sequence[NDArray[np.uint8]],
+        start: int,
+        stop: int,
+        **_: object,
     ) -> Answer:
         self._check()
         given = stop - start if self.delivers is None else min(stop - start, self.delivers)
@@ -125,7 +132,9 @@ class DictStore:
             buffer[:] = self.chunks[key]
         return Answer(chunks=given)
 
-    def put(self, prefix: Prefix, views: Sequence[NDArray[np.uint8]], start: int) -> Answer:
+    def put(
+        self, prefix: Prefix, views: Sequence[NDArray[np.uint8]], start: int, **_: object
+    ) -> Answer:
         self._check()
         new = 0
         for key, view in zip(self.keys(prefix)[start:], views, strict=False):

@@ -12,11 +12,13 @@ import pytest
 from engine_support import NO_EOS, TINY, Answer, DictStore, same_bits, tiny_model, tiny_prompt
 from numpy.typing import NDArray
 
-from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockTable
+from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool
 from kvstored_client.engine.engine import Engine, PromptError, make_engine
-from kvstored_client.engine.hook import family_of
+from kvstored_client.engine.family import family_of
+from kvstored_client.engine.hook import KVStoreHook
 from kvstored_client.engine.model import LlamaModel
 from kvstored_client.engine.sampler import Sampling
+from kvstored_client.engine.types import Loaded, PendingLoad, Request
 from kvstored_client.identity import KVFamily, Prefix
 
 WEIGHTS = "ef" * 32
@@ -35,9 +37,11 @@ class SlowStore(DictStore):
         super().__init__()
         self.gate = threading.Event()
 
-    def put(self, prefix: Prefix, views: Sequence[NDArray[np.uint8]], start: int) -> Answer:
+    def put(
+        self, prefix: Prefix, views: Sequence[NDArray[np.uint8]], start: int, **options: object
+    ) -> Answer:
         assert self.gate.wait(60)
-        return super().put(prefix, views, start)
+        return super().put(prefix, views, start, **options)
 
 
 @pytest.fixture
@@ -117,20 +121,128 @@ def test_only_computed_tokens_are_stored(tiny: LlamaModel) -> None:
     assert store.match(prefixes[0]).chunks == 1
 
 
-def test_a_load_seals_what_came_and_zeroes_what_did_not(tiny: LlamaModel) -> None:
-    store = DictStore()
-    engine = with_store(tiny, store)
-    assert engine.hook is not None
-    prompt = tiny_prompt(192)
-    engine.generate(prompt, SHORT)
-    assert engine.hook.drain(60)
-    table = BlockTable(engine.pool, len(prompt))
-    store.delivers = 1
-    loaded = engine.hook.load(prompt, table, b"")
-    assert (loaded.chunks, table.sealed) == (1, 1)
-    assert engine.pool.kv[table.blocks[0]].any()
+class GatedStore(DictStore):
+    """A store whose gets tell that they have begun, and wait until `gate` is set. Whatever their
+    deadline: so late is no KVClient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+        self.eta_ms = 0.0
+
+    def match(self, prefix: Prefix, **options: object) -> Answer:
+        return dataclasses.replace(super().match(prefix, **options), eta_ms=self.eta_ms)
+
+    def get(
+        self,
+        prefix: Prefix,
+        into: Sequence[NDArray[np.uint8]],
+        start: int,
+        stop: int,
+        **options: object,
+    ) -> Answer:
+        self.begun.set()
+        assert self.gate.wait(60)
+        return super().get(prefix, into, start, stop, **options)
+
+
+class Loads:
+    """Loads of one prompt of 3 chunks that the store holds, as the engine would begin them."""
+
+    def __init__(self, model: LlamaModel) -> None:
+        self.store = GatedStore()
+        self.prompt = tiny_prompt(192)
+        filling = with_store(model, self.store)
+        filling.generate(self.prompt, SHORT)
+        assert filling.close(60)
+        self.pool = BlockPool(TINY, 8)
+        self.hook = KVStoreHook(self.store, family_of(TINY, WEIGHTS), self.pool, deadline_s=60)
+        self.woken = threading.Semaphore(0)
+        self.hook.on_change(self.woken.release)
+
+    def begin(self, tokens_per_s: float = 0.0, start: int = 0) -> PendingLoad:
+        request = Request("one", self.prompt)
+        return self.hook.begin_match(request, self.prompt, start, self.pool.take, tokens_per_s)
+
+    def settle(self, load: PendingLoad) -> Loaded:
+        while not load.ready():
+            assert self.woken.acquire(timeout=60)
+        return load.finish()
+
+    def all_free(self) -> None:
+        while self.pool.free_blocks() < 8:
+            assert self.woken.acquire(timeout=60)
+
+
+@pytest.fixture
+def loads(tiny: LlamaModel) -> Iterator[Loads]:
+    loads = Loads(tiny)
+    yield loads
+    loads.store.gate.set()
+    assert loads.hook.close(60)
+    loads.all_free()
+
+
+def test_a_load_hands_over_what_came_and_zeroes_what_did_not(loads: Loads) -> None:
+    loads.store.gate.set()
+    loads.store.delivers = 1
+    loaded = loads.settle(loads.begin())
+    assert len(loaded.blocks) == 1
+    assert loads.pool.free_blocks() == 7
+    assert loads.pool.kv[loaded.blocks[0]].any()
     # A block that goes back to the pool with NaN in it would spoil whoever has it next.
-    assert not engine.pool.kv[table.blocks[1:]].any()
+    assert loads.pool.kv.isfinite().all()
+    loads.pool.drop(loaded.blocks)
+    loads.store.delivers = None
+    later = loads.settle(loads.begin(start=2))
+    assert len(later.blocks) == 1
+    assert later.reason == ""
+    loads.pool.drop(later.blocks)
+
+
+@pytest.mark.parametrize("end", ["deadline", "cancelled"])
+def test_a_load_that_comes_late_keeps_its_blocks_until_then(loads: Loads, end: str) -> None:
+    loads.hook._deadline_s = 0.05 if end == "deadline" else 60.0
+    load = loads.begin()
+    assert loads.store.begun.wait(60)
+    if end == "deadline":
+        loaded = loads.settle(load)
+        assert (loaded.blocks, loaded.reason) == ([], "deadline")
+        assert loads.hook.stats.late == 1
+    else:
+        load.cancel()
+    assert loads.pool.free_blocks() == 5  # the store may still write to them
+    loads.store.gate.set()
+    loads.all_free()
+    assert loads.hook.stats.loaded_chunks == 0
+
+
+def test_what_was_decided_and_is_then_cancelled_goes_back(loads: Loads) -> None:
+    loads.store.gate.set()
+    load = loads.begin()
+    while not load.ready():
+        assert loads.woken.acquire(timeout=60)
+    load.cancel()
+    loads.all_free()
+
+
+def test_what_takes_longer_than_computing_is_declined(loads: Loads) -> None:
+    loads.store.gate.set()
+    loads.store.eta_ms = 300.0
+    assert loads.settle(loads.begin(tokens_per_s=640.0)).reason == ""
+    loads.store.eta_ms = 301.0
+    declined = loads.settle(loads.begin(tokens_per_s=640.0))
+    assert (declined.blocks, declined.reason) == ([], "declined")
+    assert loads.hook.stats.declined == 1
+    assert loads.pool.used_blocks() == 3
+    loads.pool.drop([block for block in range(8) if loads.pool.references(block)])
+
+
+def test_a_fast_engine_waits_no_longer_than_it_would_compute(loads: Loads) -> None:
+    loaded = loads.settle(loads.begin(tokens_per_s=192_000.0))
+    assert loaded.reason == "deadline"
 
 
 def test_request_salt_keeps_prompts_apart(tiny: LlamaModel) -> None:

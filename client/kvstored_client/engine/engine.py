@@ -15,7 +15,6 @@ from kvstored_client.engine.admission import Admission
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.generate import Completion, run_to_end
 from kvstored_client.engine.hook import KVStoreHook, PrefixStore, family_of
-from kvstored_client.engine.hook_bridge import hook_face
 from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampler, Sampling
 from kvstored_client.engine.scheduler import Planned, Scheduler
@@ -58,7 +57,7 @@ class Engine:
         self,
         model: StepModel,
         pool: BlockPool,
-        hook: KVStoreHook | StoreHook | None = None,
+        hook: StoreHook | None = None,
         limits: EngineLimits | None = None,
         eos_ids: Collection[int] = (),
     ) -> None:
@@ -70,7 +69,7 @@ class Engine:
         self.on_progress: Callable[[str, int], None] | None = None
         """Told (request id, tokens that have KV) of a prompt when it is admitted and computed."""
         self._eos_ids = frozenset(eos_ids)
-        self._face = hook if hook is None or isinstance(hook, StoreHook) else hook_face(hook)
+        self._face = hook
         self._admission = Admission(
             pool, self._face, self.stats, own_prefixes=self.limits.own_prefixes
         )
@@ -336,7 +335,8 @@ def make_engine(
     stops = (eos_ids,) if isinstance(eos_ids, int) else eos_ids
     if store is None:
         return Engine(model, pool, None, limits, stops)
-    hook = KVStoreHook(store, family_of(model.config, weights), pool, max_queued_chunks)
+    family = family_of(model.config, weights, dtype=model.dtype)
+    hook = KVStoreHook(store, family, pool, max_queued_chunks)
     return Engine(model, pool, hook, limits, stops)
 
 

@@ -1,195 +1,277 @@
-"""The hook between an engine and kvstored: load before prefill, store behind the request's back.
+"""How an engine uses kvstored: the one module that knows there is a store. Made to be copied.
 
-Whatever goes wrong with the store is a miss here, or a chunk that is not stored: it is counted and
-logged, and the request goes on.
+    load = hook.begin_match(...)    when a prompt is admitted: look, and load behind its back
+    load.ready(), load.finish()     before each step: compute what did not come
+    hook.store(...)                 when the first token is out, and at the end: in the background
+
+The rules, whatever the engine: ask for whole chunks only; give each load a deadline that is no
+longer than computing would take; let nothing that comes late touch a block that is used again;
+store a chunk once, and only computed tokens; and whatever the store does wrong is a miss.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
-from kvstored_client.engine.checkpoint import LlamaConfig
-from kvstored_client.identity import KVFamily, KVPart, Prefix
+from kvstored_client.engine.family import family_of
+from kvstored_client.engine.prefix_store import Buffers, PrefixStore
+from kvstored_client.engine.types import Loaded, Request, TakeBlocks
+from kvstored_client.identity import KVFamily, Prefix
+
+__all__ = ["HookStats", "KVStoreHook", "PrefixStore", "family_of"]
 
 _log = logging.getLogger(__name__)
 
-ENGINE_FORMAT = "kvstored-engine/1"
-"""Raised when the same weights and tokens come to give other bytes."""
-
-Buffers = Sequence[NDArray[np.uint8]]
-
-
-class Matched(Protocol):
-    """What the hook reads of KVClient.match's answer."""
-
-    @property
-    def chunks(self) -> int:
-        """Leading chunks that are held."""
-
-    @property
-    def reason(self) -> str:
-        """Why not more of them are; "" where all are."""
-
-
-class Got(Protocol):
-    """What the hook reads of KVClient.get's answer."""
-
-    @property
-    def chunks(self) -> int:
-        """Leading chunks that came whole, counted from `start`."""
-
-    @property
-    def bytes_by_tier(self) -> Mapping[str, int]:
-        """Where they came from, in bytes."""
-
-    @property
-    def reason(self) -> str:
-        """Why not more of them came; "" where all did."""
-
-
-class PutDone(Protocol):
-    """What the hook reads of KVClient.put's answer."""
-
-    @property
-    def stored(self) -> int:
-        """Chunks that are now held and were not before."""
-
-
-class PrefixStore(Protocol):
-    """The three verbs of KVClient that an engine needs. Buffers are one block each."""
-
-    def match(self, prefix: Prefix) -> Matched:
-        """Say how many leading chunks of `prefix` are held."""
-
-    def get(self, prefix: Prefix, into: Buffers, start: int, stop: int) -> Got:
-        """Write chunks [start, stop) into the buffers, one each."""
-
-    def put(self, prefix: Prefix, views: Buffers, start: int) -> PutDone:
-        """Offer chunks from `start` on, one buffer each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What the store gave for one prompt: its leading chunks, in the first blocks of its table.
-    `reason`: why not more of its full chunks; "" where all came.
-    """
-
-    chunks: int = 0
-    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
-    reason: str = ""
+LEAST_DEADLINE_S = 0.05
+"""However fast computing may be: a load is given as long as a busy machine takes to answer."""
 
 
 @dataclass(slots=True)
 class HookStats:
-    """Sums since the hook was made. `dropped_chunks` found the queue full; `failures` counts verbs
-    of the store that raised.
+    """Sums since the hook was made. `dropped_chunks` found the queue of puts full, `declined` loads
+    would have taken longer than computing, `late` ones had not come by their deadline, `failures`
+    are verbs of the store that raised.
     """
 
+    loads: int = 0
     loaded_chunks: int = 0
     stored_chunks: int = 0
     dropped_chunks: int = 0
+    declined: int = 0
+    late: int = 0
     failures: int = 0
     bytes_by_tier: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Put:
     prefix: Prefix
     blocks: list[int]
     start: int
+    tenant: str
 
 
-def family_of(config: LlamaConfig, weights: str, weights_epoch: int = 0) -> KVFamily:
-    """The family of this engine's KV. `weights` is `fingerprint.weights_fingerprint`'s result."""
-    shape = f"{config.layers},2,{CHUNK_TOKENS},{config.kv_heads},{config.head_dim}"
-    nbytes = config.layers * 2 * CHUNK_TOKENS * config.kv_heads * config.head_dim * 4
-    return KVFamily(
-        model=config.name,
-        weights=weights,
-        kv_dtype="float32",
-        chunk_tokens=CHUNK_TOKENS,
-        parts=(KVPart("kv", nbytes=nbytes, layers=(0, config.layers)),),
-        weights_epoch=weights_epoch,
-        position_encoding=(
-            f"rope:default:halves theta={config.rope_theta!r} dim={config.head_dim} applied-to-k"
-        ),
-        memory_order=f"layer,kv,token,head,dim={shape}:little-endian",
-        engine_format=ENGINE_FORMAT,
-    )
+class _Load:
+    """One prompt's load; see PendingLoad. `blocks` are its own until they are handed over."""
+
+    def __init__(self, hook: KVStoreHook, start: int, blocks: list[int], budget_s: float) -> None:
+        self._hook = hook
+        self.start = start
+        self.blocks = blocks
+        self.until = time.monotonic() + budget_s
+        self.loaded: Loaded | None = None
+        self.over = False  # nobody waits for what still comes
+        self.running = True  # the store may still write to the blocks
+
+    def ready(self) -> bool:
+        """See PendingLoad."""
+        return self._hook.decide(self)
+
+    def finish(self) -> Loaded:
+        """See PendingLoad."""
+        loaded = self.loaded
+        assert loaded is not None, "finish comes after ready"
+        self._hook.leave(self)
+        return loaded
+
+    def cancel(self) -> None:
+        """See PendingLoad."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is not None:
+            self._hook.give_back(loaded.blocks)
+        self._hook.leave(self)
 
 
 class KVStoreHook:
-    """Loads and stores the KV of one engine's sequences.
-
-    `load` and `store` are called on the engine's thread; puts run on one thread of the hook's own.
-    At most `max_queued_chunks` wait or are under way; of a longer run the leading ones are kept,
-    for a chunk without those before it is of no use.
+    """A StoreHook over a KVClient. Methods are for the engine's thread, which never waits in them
+    but in `drain` and `close`.
     """
 
     def __init__(
-        self, store: PrefixStore, family: KVFamily, pool: BlockPool, max_queued_chunks: int = 64
+        self,
+        store: PrefixStore,
+        family: KVFamily,
+        pool: BlockPool,
+        max_queued_chunks: int = 64,
+        *,
+        tenant: str = "default",
+        deadline_s: float = 1.0,
+        threads: int = 4,
     ) -> None:
+        """`max_queued_chunks`: bound on those that wait to be put or are being put; of a longer run
+        the leading ones are kept, for a chunk without those before it is of no use. `tenant`: of
+        requests that name none. `deadline_s`: longest that a prompt waits for its load. `threads`:
+        loads under way at a time.
+        """
         self.family = family
         self.stats = HookStats()
+        self.max_queued_chunks = max_queued_chunks
         self._store = store
         self._pool = pool
-        self.max_queued_chunks = max_queued_chunks
+        self._tenant = tenant
+        self._deadline_s = deadline_s
         self._room = max_queued_chunks
-        self._jobs: deque[_Job] = deque()
+        self._puts: deque[_Put] = deque()
+        self._loads: set[_Load] = set()
         self._changed = threading.Condition()
+        self._wake: Callable[[], None] = _nothing
         self._closing = False
-        self._worker = threading.Thread(target=self._put_jobs, name="kvstored-put", daemon=True)
-        self._worker.start()
+        self._loaders = ThreadPoolExecutor(threads, "kvstored-load")
+        self._putter = threading.Thread(target=self._put_all, name="kvstored-put", daemon=True)
+        self._clock = threading.Thread(target=self._tell_late, name="kvstored-late", daemon=True)
+        self._putter.start()
+        self._clock.start()
 
-    def load(self, token_ids: Sequence[int], table: BlockTable, request_salt: bytes) -> Loaded:
-        """Fill leading blocks of `table` with what the store holds of a prompt's full chunks.
+    def on_change(self, wake: Callable[[], None]) -> None:
+        """See StoreHook."""
+        self._wake = wake
 
-        Marks them sealed. Never raises for the store's sake; then it is a miss.
-        """
-        full = len(token_ids) // CHUNK_TOKENS
-        if full == 0:
-            return Loaded()
-        touched = 0
+    def set_epoch(self, weights_epoch: int) -> None:
+        """See StoreHook."""
+        self.family = replace(self.family, weights_epoch=weights_epoch)
+
+    # ---- loading ---------------------------------------------------------------------------------
+
+    def begin_match(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        start: int,
+        take_blocks: TakeBlocks,
+        tokens_per_s: float,
+    ) -> _Load:
+        """See StoreHook."""
+        chunks = len(token_ids) // CHUNK_TOKENS
+        blocks = take_blocks(chunks - start)
+        compute_s = (chunks - start) * CHUNK_TOKENS / tokens_per_s if tokens_per_s else np.inf
+        budget_s = max(LEAST_DEADLINE_S, min(self._deadline_s, compute_s))
+        load = _Load(self, start, blocks, budget_s)
+        with self._changed:
+            self.stats.loads += 1
+            self._loads.add(load)
+            self._changed.notify_all()  # the clock has one deadline more to mind
         try:
-            prefix = self.family.prefix(token_ids[: full * CHUNK_TOKENS], request_salt)
-            matched = self._store.match(prefix)
-            touched = matched.chunks
-            if touched:
-                into = [self._pool.view(block) for block in table.blocks[:touched]]
-                got = self._store.get(prefix, into, start=0, stop=touched)
-                loaded = Loaded(got.chunks, dict(got.bytes_by_tier), got.reason or matched.reason)
-            else:
-                loaded = Loaded(reason=matched.reason)
+            prefix = self.family.prefix(token_ids[: chunks * CHUNK_TOKENS], request.request_salt)
+            self._loaders.submit(
+                self._load, load, prefix, request.tenant or self._tenant, compute_s
+            )
+        except (ValueError, RuntimeError):  # a prompt that has no prefix; closed
+            self._failed("load")
+            self._came(load, 0, Loaded(reason="failed"))
+        return load
+
+    def _load(self, load: _Load, prefix: Prefix, tenant: str, compute_s: float) -> None:
+        """On a loader's thread."""
+        came, loaded = 0, Loaded(reason="failed")
+        try:
+            if not load.over:
+                came, loaded = self._match_and_get(load, prefix, tenant, compute_s)
         except Exception as error:
             self._failed("load")
             loaded = Loaded(reason=type(error).__name__)
-        table.clear(loaded.chunks, touched)
-        table.sealed = loaded.chunks
-        self.stats.loaded_chunks += loaded.chunks
-        self.stats.bytes_by_tier.update(loaded.bytes_by_tier)
-        return loaded
+        self._came(load, came, loaded)
+
+    def _match_and_get(
+        self, load: _Load, prefix: Prefix, tenant: str, compute_s: float
+    ) -> tuple[int, Loaded]:
+        """How many chunks came, and what to say of them."""
+        start, left_s = load.start, _left(load)
+        matched = self._store.match(prefix, hold=True, timeout_s=left_s, tenant=tenant)
+        try:
+            found = matched.chunks - start
+            if found <= 0:
+                return 0, Loaded(reason=matched.reason)
+            if matched.eta_ms > compute_s * 1e3 * found / len(load.blocks):
+                with self._changed:
+                    self.stats.declined += 1
+                return 0, Loaded(reason="declined")
+            into = self._memory_of(load.blocks[:found])
+            stop, left_s = start + found, _left(load)
+            got = self._store.get(prefix, into, start, stop, timeout_s=left_s, tenant=tenant)
+        finally:
+            if matched.hold is not None:
+                matched.hold.release()
+        if not self._pool.in_main_memory:
+            for block, data in zip(load.blocks, into[: got.chunks], strict=False):
+                self._pool.copy_in(block, data)
+        self._pool.zero(load.blocks[got.chunks : found])  # what half a chunk left may read as NaN
+        reason = got.reason or matched.reason
+        return got.chunks, Loaded(load.blocks[: got.chunks], dict(got.bytes_by_tier), reason)
+
+    def _memory_of(self, blocks: list[int]) -> Buffers:
+        """Where a load of these is written."""
+        if self._pool.in_main_memory:
+            return [self._pool.view(block) for block in blocks]
+        return [np.empty(self._pool.block_bytes, np.uint8) for _ in blocks]
+
+    def _came(self, load: _Load, came: int, loaded: Loaded) -> None:
+        """The store writes no more to the load's blocks: hand over those that came, the rest goes
+        back. All of them do where nobody waits any more.
+        """
+        with self._changed:
+            load.running = False
+            wanted = not load.over
+            back = load.blocks[came:] if wanted else load.blocks
+            load.blocks = []
+            if wanted:
+                load.loaded = loaded
+                self.stats.loaded_chunks += came
+                self.stats.bytes_by_tier.update(loaded.bytes_by_tier)
+        self.give_back(back)
+
+    def give_back(self, blocks: list[int]) -> None:
+        """Blocks of a load that nobody uses."""
+        self._pool.drop(blocks)
+        self._wake()
+
+    def decide(self, load: _Load) -> bool:
+        """Whether a load has come, or is too late: then its blocks stay its own until it ends."""
+        with self._changed:
+            if load.loaded is None and time.monotonic() >= load.until:
+                load.over = True
+                load.loaded = Loaded(reason="deadline")
+                self.stats.late += 1
+            return load.loaded is not None
+
+    def leave(self, load: _Load) -> None:
+        """Nobody waits for a load any more."""
+        with self._changed:
+            load.over = True
+            self._loads.discard(load)
+            self._changed.notify_all()
+
+    def _tell_late(self) -> None:
+        """Wake the engine when a deadline passes. On a thread of its own."""
+        with self._changed:
+            while not self._closing:
+                now = time.monotonic()
+                waiting = [load.until for load in self._loads if load.loaded is None]
+                if any(until <= now for until in waiting):
+                    self._wake()
+                ahead = [until - now for until in waiting if until > now]
+                self._changed.wait(min(ahead, default=None))
+
+    # ---- storing ---------------------------------------------------------------------------------
 
     def store(
-        self, token_ids: Sequence[int], table: BlockTable, start: int, request_salt: bytes
+        self, request: Request, token_ids: Sequence[int], table: BlockTable, start: int
     ) -> int:
-        """Queue the full chunks of `token_ids` from chunk `start` on for a put. All their KV is in
-        `table`, which may be released at once: the queue holds references of its own. Returns the
-        number of the first chunk that is neither stored nor queued.
-        """
+        """See StoreHook."""
         full = len(token_ids) // CHUNK_TOKENS
         if full <= start:
             return start
         try:
-            prefix = self.family.prefix(token_ids[: full * CHUNK_TOKENS], request_salt)
+            prefix = self.family.prefix(token_ids[: full * CHUNK_TOKENS], request.request_salt)
         except ValueError:
             self._failed("store")
             return start
@@ -200,45 +282,56 @@ class KVStoreHook:
                 blocks = table.blocks[start:stop]
                 self._pool.hold(blocks)
                 self._room -= len(blocks)
-                self._jobs.append(_Job(prefix, blocks, start))
+                self._puts.append(_Put(prefix, blocks, start, request.tenant or self._tenant))
                 self._changed.notify_all()
         return stop
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until every queued chunk is put or refused. False: some are still under way."""
-        with self._changed:
-            return self._changed.wait_for(self._idle, timeout_s)
-
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Drain, then end the hook's thread. False: a put is stuck, its blocks stay in use."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._worker.join(timeout_s)
-        return not self._worker.is_alive()
-
-    def _idle(self) -> bool:
-        return self._room == self.max_queued_chunks
-
-    def _put_jobs(self) -> None:
+    def _put_all(self) -> None:
+        """Put what is queued, for ever. On a thread of its own."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._jobs) or self._closing)
-                if not self._jobs:
+                self._changed.wait_for(lambda: bool(self._puts) or self._closing)
+                if not self._puts:
                     return
-                job = self._jobs.popleft()
+                put = self._puts.popleft()
             try:
-                views = [self._pool.view(block) for block in job.blocks]
-                self.stats.stored_chunks += self._store.put(
-                    job.prefix, views, start=job.start
-                ).stored
+                views = [self._readable(block) for block in put.blocks]
+                done = self._store.put(put.prefix, views, put.start, tenant=put.tenant)
+                self.stats.stored_chunks += done.stored
             except Exception:
                 self._failed("store")
             finally:
-                self._pool.drop(job.blocks)
+                self._pool.drop(put.blocks)
                 with self._changed:
-                    self._room += len(job.blocks)
+                    self._room += len(put.blocks)
                     self._changed.notify_all()
+                self._wake()
+
+    def _readable(self, block: int) -> NDArray[np.uint8]:
+        return self._pool.view(block) if self._pool.in_main_memory else self._pool.copy_out(block)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> bool:
+        """See StoreHook."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._room == self.max_queued_chunks, timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Put what is queued and end the hook's threads. False: a verb is stuck, its blocks stay in
+        use.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            for load in self._loads:
+                load.over = True
+            self._changed.notify_all()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+        threads = [self._putter, self._clock, *self._loaders._threads]
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     def _failed(self, what: str) -> None:
         with self._changed:
@@ -246,3 +339,11 @@ class KVStoreHook:
             # Once is enough: a store that is away fails every time.
             level = logging.WARNING if self.stats.failures == 1 else logging.DEBUG
         _log.log(level, "kvstored: %s failed, the engine goes on without", what, exc_info=True)
+
+
+def _left(load: _Load) -> float:
+    return max(0.001, load.until - time.monotonic())
+
+
+def _nothing() -> None:
+    pass

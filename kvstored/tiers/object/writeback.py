@@ -45,7 +45,7 @@ class WriteBackLimits:
     max_backlog_bytes: int = 4 << 30
     max_backlog_objects: int = 65_536
     parallel: int = 8
-    in_hand_bytes: int = 256 << 20
+    in_hand_bytes: int = 272 << 20  # sixteen of 16 MiB
     attempts: int = 6
 
 

@@ -17,12 +17,14 @@ from tiers.conformance import Sample, make_sample
 from tiers.object_helpers import Bench, bucket_settings, make_bench, soon
 from tiers.object_servers import S3Server
 
+from kvstored.io.base import RealFiles
 from kvstored.tiers.object import format as stored
 from kvstored.tiers.object.api import Outcome, Swept
 from kvstored.tiers.object.backend import Entry
 from kvstored.tiers.object.eviction import Candidate, Survey, victims, window
 from kvstored.tiers.object.janitor import Janitor, JanitorLimits
 from kvstored.tiers.object.lease import Lease
+from kvstored.tiers.object.leftovers import leftovers_of
 from kvstored.tiers.object.sweep import Sweeper
 
 EXPIRES_S = 10.0
@@ -392,6 +394,26 @@ async def test_it_runs_by_itself(local: Bench) -> None:
     )
     await off.open()
     assert off.inventory.words == "off"
+
+
+async def test_what_a_kill_left_in_a_directory_goes(local: Bench, tmp_path: Path) -> None:
+    kept = await store(local, CHAINS[0])
+    directory = (tmp_path / "b" / kept[0]).parent
+    old, fresh = directory / "x.kv#1", directory / "y.kv#23"
+    for path in (old, fresh, tmp_path / "b" / "v1" / "x#y", tmp_path / "b" / "z#1"):
+        path.write_bytes(b"z")
+        if path != fresh:
+            os.utime(path, (1, 1))
+    leftovers = leftovers_of(local.settings.url, RealFiles())
+    janitor = make(local)
+    janitor._leftovers = leftovers
+    await janitor.turn()
+    assert fresh.exists()
+    assert not old.exists()
+    assert not (tmp_path / "b" / "z#1").exists()
+    assert (tmp_path / "b" / "v1" / "x#y").exists()
+    assert await local.paths() >= set(kept)
+    assert leftovers_of("s3://bucket/x", RealFiles()) is None
 
 
 # ---- sweeps ------------------------------------------------------------------------------------

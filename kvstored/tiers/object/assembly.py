@@ -14,6 +14,7 @@ from kvstored.tiers.object.guarded import PATIENCE, GuardedBucket
 from kvstored.tiers.object.janitor import Janitor, JanitorLimits
 from kvstored.tiers.object.journal import Journal, Owed
 from kvstored.tiers.object.lease import Lease
+from kvstored.tiers.object.leftovers import leftovers_of
 from kvstored.tiers.object.obstore_bucket import ObstoreBucket
 from kvstored.tiers.object.pool import BucketPool
 from kvstored.tiers.object.settings import ObjectSettings
@@ -56,6 +57,7 @@ def make_pool(
         Sweeper(guarded, settings.parallel),
         supervisor,
         limits,
+        leftovers=leftovers_of(settings.url, files),
         enabled=settings.janitor,
     )
     return BucketPool(

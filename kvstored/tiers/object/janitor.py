@@ -20,6 +20,7 @@ from kvstored.tiers.object.api import Outcome, Swept
 from kvstored.tiers.object.eviction import Survey, victims, window
 from kvstored.tiers.object.guarded import GuardedBucket
 from kvstored.tiers.object.lease import Lease
+from kvstored.tiers.object.leftovers import Leftovers
 from kvstored.tiers.object.naming import listing_prefix
 from kvstored.tiers.object.parts import Inventory
 from kvstored.tiers.object.sweep import BATCH, Sweeper, Unreadable
@@ -61,6 +62,7 @@ class Janitor:
         supervisor: Supervisor,
         limits: JanitorLimits,
         *,
+        leftovers: Leftovers | None = None,
         enabled: bool = True,
     ) -> None:
         self._bucket = bucket
@@ -68,6 +70,7 @@ class Janitor:
         self._sweeper = sweeper
         self._supervisor = supervisor
         self._limits = limits
+        self._leftovers = leftovers
         self._enabled = enabled
         self._words = "waiting" if enabled else "off"
         self._totals = (0, 0)
@@ -156,6 +159,8 @@ class Janitor:
 
     async def _clean(self) -> bool:
         """List, and drop what must go. Whether there is more to drop than one run does."""
+        if self._leftovers is not None:
+            await asyncio.to_thread(self._leftovers.drop)
         self._words = "listing"
         survey = await self._survey()
         self._totals = (survey.objects, survey.bytes)

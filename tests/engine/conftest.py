@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstored_client.engine.checkpoint import Checkpoint, bundled_smollm2, load_gguf
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.tokenizer import Tokenizer
 
 
@@ -15,8 +15,8 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def model(checkpoint: Checkpoint) -> LlamaModel:
-    return LlamaModel(checkpoint)
+def model(checkpoint: Checkpoint) -> Model:
+    return Model(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvstored_client.engine.checkpoint import Checkpoint, LlamaConfig, TokenizerSpec
+from kvstored_client.engine.checkpoint import Checkpoint, ModelConfig, TokenizerSpec
 from kvstored_client.engine.engine import Completion
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.identity import Prefix
 
-TINY = LlamaConfig(
+TINY = ModelConfig(
     name="tiny",
     vocab_size=256,
     hidden_size=96,
@@ -31,7 +31,7 @@ TINY = LlamaConfig(
 NO_EOS = -1
 
 
-def random_tensors(config: LlamaConfig, seed: int = 7) -> dict[str, torch.Tensor]:
+def random_tensors(config: ModelConfig, seed: int = 7) -> dict[str, torch.Tensor]:
     """Weights under Hugging Face names, scaled so that activations stay near 1."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,9 +69,9 @@ def random_tensors(config: LlamaConfig, seed: int = 7) -> dict[str, torch.Tensor
     return tensors
 
 
-def tiny_model(seed: int = 7) -> LlamaModel:
+def tiny_model(seed: int = 7) -> Model:
     tokenizer = TokenizerSpec([], [], [], NO_EOS, "")
-    return LlamaModel(Checkpoint(Path("tiny"), 0, TINY, tokenizer, random_tensors(TINY, seed)))
+    return Model(Checkpoint(Path("tiny"), 0, TINY, tokenizer, random_tensors(TINY, seed)))
 
 
 def tiny_prompt(tokens: int, seed: int = 0) -> list[int]:

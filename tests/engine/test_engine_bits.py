@@ -9,7 +9,7 @@ from engine_support import NO_EOS, DictStore, same_bits, tiny_model, tiny_prompt
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.engine import Engine, make_engine
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.engine.types import Segment
@@ -20,11 +20,11 @@ GREEDY = Sampling(max_tokens=70, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> LlamaModel:
+def tiny() -> Model:
     return tiny_model()
 
 
-def with_store(model: LlamaModel, store: DictStore) -> Engine:
+def with_store(model: Model, store: DictStore) -> Engine:
     return make_engine(model, NO_EOS, store=store, weights=WEIGHTS, context_tokens=768)
 
 
@@ -34,9 +34,7 @@ def drained(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("length", "temperature"), CASES)
-def test_hit_gives_the_same_bits_as_no_store(
-    tiny: LlamaModel, length: int, temperature: float
-) -> None:
+def test_hit_gives_the_same_bits_as_no_store(tiny: Model, length: int, temperature: float) -> None:
     prompt = tiny_prompt(length)
     sampling = Sampling(max_tokens=70, temperature=temperature, seed=3, ignore_eos=True)
     plain = make_engine(tiny, NO_EOS, context_tokens=768)
@@ -56,7 +54,7 @@ def test_hit_gives_the_same_bits_as_no_store(
     assert cached.pool.used_blocks() == plain.pool.used_blocks() == 0
 
 
-def test_hit_in_part_gives_the_same_bits(tiny: LlamaModel) -> None:
+def test_hit_in_part_gives_the_same_bits(tiny: Model) -> None:
     store = DictStore()
     engine = with_store(tiny, store)
     prompt = tiny_prompt(300)
@@ -70,7 +68,7 @@ def test_hit_in_part_gives_the_same_bits(tiny: LlamaModel) -> None:
         assert same_bits(got, expected)
 
 
-def test_one_corrupt_chunk_breaks_the_equality(tiny: LlamaModel) -> None:
+def test_one_corrupt_chunk_breaks_the_equality(tiny: Model) -> None:
     store = DictStore()
     engine = with_store(tiny, store)
     prompt = tiny_prompt(200)
@@ -90,14 +88,14 @@ def kv_of(table: BlockTable, tokens: int) -> torch.Tensor:
     return blocks.permute(0, 3, 1, 2, 4, 5).flatten(0, 1)[:tokens].clone()
 
 
-def steps(model: LlamaModel, tokens: list[int], cuts: list[int]) -> torch.Tensor:
+def steps(model: Model, tokens: list[int], cuts: list[int]) -> torch.Tensor:
     table = BlockTable(BlockPool(model.config, 8), len(tokens))
     for start, stop in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         model.forward([Segment(table, tokens[start:stop], start, wants_logits=False)])
     return kv_of(table, len(tokens))
 
 
-def test_kv_does_not_depend_on_how_a_prompt_is_cut(tiny: LlamaModel) -> None:
+def test_kv_does_not_depend_on_how_a_prompt_is_cut(tiny: Model) -> None:
     tokens = tiny_prompt(170)
     expected = steps(tiny, tokens, [64, 128])
     assert torch.equal(steps(tiny, tokens, list(range(1, 170))), expected)
@@ -105,7 +103,7 @@ def test_kv_does_not_depend_on_how_a_prompt_is_cut(tiny: LlamaModel) -> None:
 
 
 def test_kv_of_the_real_model_is_the_same_decoded_and_prefilled(
-    model: LlamaModel, tokenizer: Tokenizer
+    model: Model, tokenizer: Tokenizer
 ) -> None:
     tokens = tokenizer.encode("It was the best of times, it was the worst of times. " * 6)[:80]
     prefilled = steps(model, tokens, [64])
@@ -113,7 +111,7 @@ def test_kv_of_the_real_model_is_the_same_decoded_and_prefilled(
     assert torch.equal(decoded, prefilled)
 
 
-def test_real_model_gives_the_same_bits_with_a_hit(model: LlamaModel, tokenizer: Tokenizer) -> None:
+def test_real_model_gives_the_same_bits_with_a_hit(model: Model, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Call me Ishmael. Some years ago, never mind how long. " * 12)[:150]
     sampling = Sampling(max_tokens=4, ignore_eos=True)
     plain = make_engine(model, tokenizer.eos_id, context_tokens=512)

@@ -17,7 +17,7 @@ from kvstored_client.engine.__main__ import _summary, _token, main
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
 from kvstored_client.engine.demo_progress import PrefillProgress
 from kvstored_client.engine.engine import Completion
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.tokenizer import Tokenizer
 
 GIVE_UP_S = 110.0
@@ -193,7 +193,7 @@ def test_progress_is_a_line_now_and_then_and_in_place_on_a_terminal() -> None:
     assert rest == ""
 
 
-def test_table_shows_the_first_turn_of_each_pass(model: LlamaModel) -> None:
+def test_table_shows_the_first_turn_of_each_pass(model: Model) -> None:
     passes = four_passes([1, 2], 1984)
     passes[1].completions[0] = completion([1, 2], 0, ttft_ms=901.0)
     lines = demo._table(passes, model).splitlines()

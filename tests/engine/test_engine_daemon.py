@@ -12,7 +12,7 @@ from support_daemon import Daemon, running_daemon
 from kvstored_client import KVClient, Timeouts
 from kvstored_client.engine.engine import Completion, Engine, make_engine
 from kvstored_client.engine.hook import family_of
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.identity import Prefix
@@ -24,7 +24,7 @@ PUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def tiny() -> LlamaModel:
+def tiny() -> Model:
     return tiny_model()
 
 
@@ -38,7 +38,7 @@ def client_of(daemon: Daemon) -> KVClient:
     return KVClient(daemon.target, timeouts=Timeouts(match_s=30, get_s=60, put_s=60))
 
 
-def engine_on(model: LlamaModel, client: KVClient) -> Engine:
+def engine_on(model: Model, client: KVClient) -> Engine:
     return make_engine(model, NO_EOS, store=client, weights=WEIGHTS, context_tokens=768)
 
 
@@ -58,9 +58,7 @@ def hits(completions: list[Completion]) -> list[int]:
     return [completion.cached_tokens for completion in completions]
 
 
-def test_hits_from_memory_and_from_disk_give_the_same_bits(
-    daemon: Daemon, tiny: LlamaModel
-) -> None:
+def test_hits_from_memory_and_from_disk_give_the_same_bits(daemon: Daemon, tiny: Model) -> None:
     first = tiny_prompt(200)
     prompts = [first, first[:128], [*first[:150], *tiny_prompt(90, seed=3)]]
     expected = run(make_engine(tiny, NO_EOS), prompts, GREEDY)
@@ -80,7 +78,7 @@ def test_hits_from_memory_and_from_disk_give_the_same_bits(
 
 
 def test_real_model_from_memory_and_from_disk(
-    daemon: Daemon, model: LlamaModel, tokenizer: Tokenizer
+    daemon: Daemon, model: Model, tokenizer: Tokenizer
 ) -> None:
     prompt = tokenizer.encode("The harbour lay quiet under a grey sky, and no ship came in. " * 12)
     prompts = [prompt[:140]]
@@ -99,9 +97,7 @@ def test_real_model_from_memory_and_from_disk(
     assert all_same(got, expected * 3)
 
 
-def test_wrong_bytes_in_the_store_are_told_from_right_ones(
-    daemon: Daemon, tiny: LlamaModel
-) -> None:
+def test_wrong_bytes_in_the_store_are_told_from_right_ones(daemon: Daemon, tiny: Model) -> None:
     prompt = tiny_prompt(100)
     (expected,) = run(make_engine(tiny, NO_EOS), [prompt], GREEDY)
     family = family_of(TINY, WEIGHTS)
@@ -113,7 +109,7 @@ def test_wrong_bytes_in_the_store_are_told_from_right_ones(
     assert not same_bits(got, expected)
 
 
-def test_daemon_killed_while_decoding(daemon: Daemon, tiny: LlamaModel) -> None:
+def test_daemon_killed_while_decoding(daemon: Daemon, tiny: Model) -> None:
     """kill -9 in the middle of a run: the same tokens, and after a restart hits resume."""
     prompts = [tiny_prompt(200, seed) for seed in range(3)]
     expected = run(make_engine(tiny, NO_EOS), prompts, GREEDY)
@@ -153,7 +149,7 @@ class KillsBeforeGet(KVClient):
         return answer
 
 
-def test_daemon_killed_between_match_and_get(daemon: Daemon, tiny: LlamaModel) -> None:
+def test_daemon_killed_between_match_and_get(daemon: Daemon, tiny: Model) -> None:
     prompts = [tiny_prompt(300)]
     expected = run(make_engine(tiny, NO_EOS), prompts, GREEDY)
     with client_of(daemon) as client:

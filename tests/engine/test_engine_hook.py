@@ -16,7 +16,7 @@ from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool
 from kvstored_client.engine.engine import Engine, PromptError, make_engine
 from kvstored_client.engine.family import family_of
 from kvstored_client.engine.hook import KVStoreHook
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.types import Loaded, PendingLoad, Request
 from kvstored_client.identity import KVFamily, Prefix
@@ -26,7 +26,7 @@ SHORT = Sampling(max_tokens=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def tiny() -> LlamaModel:
+def tiny() -> Model:
     return tiny_model()
 
 
@@ -51,14 +51,14 @@ def slow() -> Iterator[SlowStore]:
     store.gate.set()
 
 
-def with_store(model: LlamaModel, store: DictStore, queue: int = 64) -> Engine:
+def with_store(model: Model, store: DictStore, queue: int = 64) -> Engine:
     return make_engine(
         model, NO_EOS, store=store, weights=WEIGHTS, context_tokens=512, max_queued_chunks=queue
     )
 
 
 def test_a_store_that_fails_is_a_miss_and_said_once(
-    tiny: LlamaModel, caplog: pytest.LogCaptureFixture
+    tiny: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DictStore()
     store.broken = True
@@ -77,7 +77,7 @@ def test_a_store_that_fails_is_a_miss_and_said_once(
     assert engine.pool.used_blocks() == 0
 
 
-def test_blocks_of_a_put_under_way_are_not_reused(tiny: LlamaModel, slow: SlowStore) -> None:
+def test_blocks_of_a_put_under_way_are_not_reused(tiny: Model, slow: SlowStore) -> None:
     engine = with_store(tiny, slow)
     first, second = tiny_prompt(130), tiny_prompt(450, seed=9)
     engine.generate(first, SHORT)
@@ -93,7 +93,7 @@ def test_blocks_of_a_put_under_way_are_not_reused(tiny: LlamaModel, slow: SlowSt
         assert same_bits(got, plain.generate(prompt, SHORT, keep_logits=True))
 
 
-def test_a_full_queue_drops_the_tail_and_never_blocks(tiny: LlamaModel, slow: SlowStore) -> None:
+def test_a_full_queue_drops_the_tail_and_never_blocks(tiny: Model, slow: SlowStore) -> None:
     engine = with_store(tiny, slow, queue=3)
     assert engine.hook is not None
     prompt = tiny_prompt(330)
@@ -109,7 +109,7 @@ def test_a_full_queue_drops_the_tail_and_never_blocks(tiny: LlamaModel, slow: Sl
     assert engine.generate(prompt, SHORT).cached_tokens == 3 * CHUNK_TOKENS
 
 
-def test_only_computed_tokens_are_stored(tiny: LlamaModel) -> None:
+def test_only_computed_tokens_are_stored(tiny: Model) -> None:
     """126 prompt tokens and 3 sampled: the third has no KV, so one full chunk would be too many."""
     store = DictStore()
     engine = with_store(tiny, store)
@@ -151,7 +151,7 @@ class GatedStore(DictStore):
 class Loads:
     """Loads of one prompt of 3 chunks that the store holds, as the engine would begin them."""
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.store = GatedStore()
         self.prompt = tiny_prompt(192)
         filling = with_store(model, self.store)
@@ -177,7 +177,7 @@ class Loads:
 
 
 @pytest.fixture
-def loads(tiny: LlamaModel) -> Iterator[Loads]:
+def loads(tiny: Model) -> Iterator[Loads]:
     loads = Loads(tiny)
     yield loads
     loads.store.gate.set()
@@ -245,7 +245,7 @@ def test_a_fast_engine_waits_no_longer_than_it_would_compute(loads: Loads) -> No
     assert loaded.reason == "deadline"
 
 
-def test_request_salt_keeps_prompts_apart(tiny: LlamaModel) -> None:
+def test_request_salt_keeps_prompts_apart(tiny: Model) -> None:
     engine = with_store(tiny, DictStore())
     prompt = tiny_prompt(100)
     assert engine.hook is not None
@@ -263,17 +263,13 @@ def test_request_salt_keeps_prompts_apart(tiny: LlamaModel) -> None:
         ([-1], "outside"),
     ],
 )
-def test_prompts_that_cannot_run_are_refused(
-    tiny: LlamaModel, prompt: list[int], problem: str
-) -> None:
+def test_prompts_that_cannot_run_are_refused(tiny: Model, prompt: list[int], problem: str) -> None:
     engine = make_engine(tiny, NO_EOS, context_tokens=512)
     with pytest.raises(PromptError, match=problem):
         engine.generate(prompt, SHORT)
 
 
-def test_the_longest_prompt_runs_with_a_hit_and_a_full_queue(
-    tiny: LlamaModel, slow: SlowStore
-) -> None:
+def test_the_longest_prompt_runs_with_a_hit_and_a_full_queue(tiny: Model, slow: SlowStore) -> None:
     engine = with_store(tiny, slow, queue=8)
     one = Sampling(max_tokens=1)
     prompt = tiny_prompt(511)
@@ -290,7 +286,7 @@ def test_the_longest_prompt_runs_with_a_hit_and_a_full_queue(
         engine.generate([*prompt, 0], one)
 
 
-def test_stops_at_the_end_token(tiny: LlamaModel) -> None:
+def test_stops_at_the_end_token(tiny: Model) -> None:
     prompt = tiny_prompt(10)
     free = make_engine(tiny, NO_EOS).generate(prompt, Sampling(max_tokens=8))
     assert free.finish_reason == "length"
@@ -318,7 +314,7 @@ def test_what_changes_the_bytes_changes_the_family(other: KVFamily) -> None:
     assert other.fingerprint != family.fingerprint
 
 
-def test_prefill_says_how_far_it_is(tiny: LlamaModel) -> None:
+def test_prefill_says_how_far_it_is(tiny: Model) -> None:
     steps: list[tuple[int, int]] = []
     store = DictStore()
     for prompt, expected in (

@@ -12,7 +12,7 @@ from engine_support import DictStore
 from kvstored_client.engine.blocks import BlockPool, BlockTable
 from kvstored_client.engine.checkpoint import Checkpoint
 from kvstored_client.engine.engine import Engine, make_engine
-from kvstored_client.engine.model import LlamaModel
+from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.engine.types import Segment
@@ -75,7 +75,7 @@ def agrees(token_ids: list[int], expected: torch.Tensor) -> bool:
 
 
 def test_positions_all_over_a_prompt_match(
-    model: LlamaModel, tokenizer: Tokenizer, reference: LlamaForCausalLM
+    model: Model, tokenizer: Tokenizer, reference: LlamaForCausalLM
 ) -> None:
     tokens = tokenizer.encode(TEXT * 2)[:72]
     table = BlockTable(BlockPool(model.config, 2), len(tokens))
@@ -86,7 +86,7 @@ def test_positions_all_over_a_prompt_match(
 
 
 def test_answers_match_with_and_without_hits_and_not_with_a_corrupt_chunk(
-    model: LlamaModel, tokenizer: Tokenizer, reference: LlamaForCausalLM
+    model: Model, tokenizer: Tokenizer, reference: LlamaForCausalLM
 ) -> None:
     prompt = tokenizer.encode(TEXT * 3)[:150]
     sampling = Sampling(max_tokens=8, ignore_eos=True)
@@ -118,7 +118,7 @@ def logits_after_corruption(
     return got.logits
 
 
-def test_the_model_knows_the_capital_of_france(model: LlamaModel, tokenizer: Tokenizer) -> None:
+def test_the_model_knows_the_capital_of_france(model: Model, tokenizer: Tokenizer) -> None:
     """What the reference cannot tell, for it has the same tensors: that they are in right order."""
     prompt = tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
     answer = make_engine(model, tokenizer.eos_id, context_tokens=128).generate(

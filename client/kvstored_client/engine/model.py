@@ -195,14 +195,12 @@ class Model:
         rows = hidden[0].new_zeros(tiles * TILE_ROWS, self.config.hidden_size)
         rows[: len(wanted)] = torch.cat(list(hidden)).index_select(0, wanted)
         logits = []
-        for tile in _tiles(rows):
+        for n, tile in enumerate(_tiles(rows)):
             values = functional.linear(self._rms_norm(tile, self._norm), self._lm_head)
             # Each a copy of its own: a row that is kept should not keep its whole tile.
-            logits += [row.to(torch.float32, copy=True) for row in values]
-        return logits[: len(wanted)]
-
-
-LlamaModel = Model
+            asked = values[: len(wanted) - n * TILE_ROWS]
+            logits += [row.to(torch.float32, copy=True) for row in asked]
+        return logits
 
 
 def subtile_rows(head_group: int) -> int:

@@ -142,6 +142,9 @@ class Residency:
             self.accounts.charge(ns.name, tenant, TIER_LABEL[tier], -charged, -count)
             gone.add(count, 0, count * length)
         ns.index.unplace_many(objects, tier)
+        if _log.isEnabledFor(logging.DEBUG):
+            for row in objects.tolist():
+                self._say_left(ns, row, tier, reason)
         homeless = np.ones(len(objects), np.bool_)
         for other in TIERS:
             homeless &= np.frombuffer(ns.index.place[other], np.int64)[objects] == NONE

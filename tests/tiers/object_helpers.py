@@ -197,6 +197,7 @@ class Giving:
     reads: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    memory: bytearray = field(default_factory=bytearray)
     view: memoryview | None = None
 
     def offer(self) -> Offer:
@@ -205,14 +206,21 @@ class Giving:
     async def _read(self) -> memoryview | None:
         await asyncio.sleep(0)
         self.reads += 1
-        self.view = None if self.gone else memoryview(self.sample.payload)
+        if self.gone:
+            return None
+        self.memory = bytearray(self.sample.payload)
+        self.view = memoryview(self.memory)
         return self.view
 
     def _done(self, outcome: Outcome) -> None:
-        if self.view is not None:
-            self.view.release()  # BufferError if anything still looks at it
         self.outcomes.append(outcome)
         self.ended.set()
+        if self.view is not None:
+            self.view.release()
+            try:
+                self.memory.clear()
+            except BufferError:  # something still looks at it
+                self.outcomes.append(Outcome.CORRUPT)
 
 
 def giving(seed: int, length_bytes: int = 10_000, **more: str) -> Giving:

@@ -169,17 +169,17 @@ FAILURES = [
 async def test_a_failure_is_repeated_and_an_outage_waited_for(
     local: Bench, failure: Outcome
 ) -> None:
-    back = make(local, parallel=2)
+    back = make(local, parallel=4, attempts=2)
     await back.open()
     local.bucket.fail |= {"put": [failure], "list": [failure]}
     local.bucket.forever |= {"put", "list"}
     items = [giving(seed) for seed in range(6)]
-    back.offer([item.offer() for item in items])
+    back.offer([item.offer() for item in items[:2]])
     await local.bucket.until(lambda: not local.guarded.closed)
-    begun = sum(item.reads for item in items)
+    back.offer([item.offer() for item in items[2:]])
     probes = local.bucket.count("list")
     await local.bucket.until(lambda: local.bucket.count("list") >= probes + 3)
-    assert sum(item.reads for item in items) == begun <= 2, "nothing is begun meanwhile"
+    assert sum(item.reads for item in items[2:]) == 0, "nothing is begun meanwhile"
     assert back.backlog.objects == 6
     local.bucket.fail.clear()
     assert await ended(items) == [Outcome.OK] * 6
@@ -250,7 +250,12 @@ async def test_a_delete_comes_after_the_upload_under_way(bench: Bench) -> None:
     back.offer([again.offer()])
     assert items[1].outcomes == [Outcome.CANCELLED], "what only waits ends at once"
     assert not delete.done()
+    wait = bench.bucket.hold["delete"] = asyncio.Event()
     hold.set()
+    await bench.bucket.until(lambda: bench.bucket.count("delete") > 0)
+    await turns()
+    assert again.reads == 0
+    wait.set()
     assert await delete is True
     assert await ended([items[0], items[2], again]) == [Outcome.OK] * 3
     order = [
@@ -258,6 +263,27 @@ async def test_a_delete_comes_after_the_upload_under_way(bench: Bench) -> None:
     ]
     assert [verb for verb, _ in order] == ["put", "delete", "put"]
     assert await bench.paths() == {path(items[0]), path(items[2])}
+    await back.close(5)
+
+
+async def turns() -> None:
+    """Let what can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_two_of_one_name_go_up_one_after_the_other(local: Bench) -> None:
+    hold = local.bucket.hold["put"] = asyncio.Event()
+    back = make(local)
+    await back.open()
+    one = giving(1)
+    other = Giving(one.sample)
+    back.offer([one.offer(), other.offer()])
+    await local.bucket.until(lambda: local.bucket.count("put") > 0)
+    await turns()
+    assert (one.reads, other.reads) == (1, 0)
+    hold.set()
+    assert await ended([one, other]) == [Outcome.OK, Outcome.EXISTED]
     await back.close(5)
 
 

@@ -44,6 +44,10 @@ class DataDirectoryError(KvstoredError):
     """The data directory is unwritable, in use, or of a format this version does not read."""
 
 
+class BucketSilent(KvstoredError):
+    """The shared bucket did not confirm in time what a caller has to be sure of."""
+
+
 class RequestError(KvstoredError):
     """Base of what a client did wrong."""
 

@@ -84,6 +84,11 @@ class Lookup:
         self.states[:] = states.tobytes()
         return int((states < FIRST_MISS).sum())
 
+    def missing(self) -> list[int]:
+        """Chunks of the run that lack a part that was asked for."""
+        states = self._states(0, len(self._run), self._run.parts, count=False)
+        return np.flatnonzero(states >= FIRST_MISS).tolist()
+
     def prefix(self) -> int:
         """The longest boundary at which every group's rule holds, as chunks of the run."""
         rules = {self._run.family.parts[p].group for p in self._run.parts}
@@ -290,7 +295,13 @@ def match(
     ns: Namespace, run: Run, mode: int, depth: int, eta_ms: Callable[[dict[TierKind, int]], float]
 ) -> MatchAnswer:
     """Answer a match. `eta_ms` estimates the time to deliver so many bytes of each tier."""
-    lookup = Lookup(ns, run, depth)
+    return answer(Lookup(ns, run, depth), run, mode, eta_ms)
+
+
+def answer(
+    lookup: Lookup, run: Run, mode: int, eta_ms: Callable[[dict[TierKind, int]], float]
+) -> MatchAnswer:
+    """What a fresh look-up of a run has to say."""
     chunks = lookup.each() if mode == pb.EACH else lookup.prefix()
     if mode == pb.EACH:
         tokens = chunks * run.family.chunk_tokens

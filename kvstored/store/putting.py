@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstored.store.accounting import Accounts
-from kvstored.store.api import PutOffer, PutTicket, Received, WantedObject, let_go
+from kvstored.store.api import PutOffer, PutTicket, Received, Run, WantedObject, let_go
 from kvstored.store.index import NONE, Chain
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
@@ -31,6 +31,10 @@ _REFUSALS = {
     NoRoom.PENDING: pb.REFUSED_NO_ROOM,
 }
 
+
+Stored = Callable[[Namespace, Run, NDArray[np.int32]], None]
+"""Told of each put that has published, for what goes further than this node: the rows of its chunks
+that are held now, NONE for the others."""
 
 _LEAST_CHAIN = 4  # below it, one by one is faster
 
@@ -56,7 +60,9 @@ class Putter:
         room: Room,
         trash: Trash,
         max_dirty_bytes: int,
+        stored: Stored | None = None,
     ) -> None:
+        self._stored = stored
         self._ram = ram
         self._writer = writer
         self._residency = residency
@@ -229,6 +235,10 @@ class Putter:
         opened.places.clear()
         self._residency.touch(ns, chunks[chunks != NONE])
         self._trash.freed.notify()  # what was reserved may be evicted from now on
+        if self._stored is not None and len(chunks):
+            held = np.isin(np.frombuffer(states, np.uint8), (pb.STORED, pb.EXISTED))
+            any_part = held.reshape(len(chunks), -1).any(axis=1)
+            self._stored(ns, offer.run, np.where(any_part, chunks, np.int32(NONE)))
         if offer.durable:
             await self._await_durable(ns, offer, states)
         self._count(ns, offer, states)

@@ -15,6 +15,7 @@ from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import FIRST_MISS, needed_chunks
 from kvstored.store.namespace import Namespace
+from kvstored.store.pool_loads import PoolLoads, Wanted
 from kvstored.store.residency import Residency, now_ms
 from kvstored.tiers.base import TierKind
 from kvstored.tiers.ram.tier import RamTier
@@ -23,8 +24,17 @@ from kvstored_client.proto import kvstore_pb2 as pb
 WINDOW_BYTES = 64 << 20
 """Payload that one Get loads ahead of what it hands out, at most; a quarter of a small cap."""
 
+POOL_WINDOW_BYTES = 256 << 20
+"""The same where some of it comes from a bucket, which is far away: many requests are under way."""
+
 BATCH_BYTES = 32 << 20
 """Payload that `next` hands out at once, at most; a sixteenth of a small cap."""
+
+USUAL_BYTES = 8 << 20
+"""What an object counts for in the window as long as its length is not known."""
+
+_ELSEWHERE = frozenset(map(int, (pb.MISS_CORRUPT, pb.MISS_TIER_DOWN, pb.MISS_EVICTED)))
+"""Ways of an object to be lost on this node that leave the bucket's copy as it is."""
 
 CountOutcome = Callable[["GetStream"], None]
 
@@ -35,9 +45,10 @@ class _Item:
 
     index: int  # object index of the request
     chunk: int  # index within the run
-    row: int  # of the index, as long as it is of this generation
+    row: int  # of the index, as long as it is of this generation; NONE: no local tier has it
     generation: int
-    length_bytes: int
+    length_bytes: int  # a guess as long as `row` is NONE
+    window_bytes: int  # what it counts for ahead of its turn
     tier: TierKind = TierKind.RAM
     place: int = NONE  # leased RAM place
     load: asyncio.Future[Loaded] | asyncio.Future[Copied] | None = None
@@ -59,16 +70,19 @@ class GetStream:
         released: Callable[[], None],
         count: CountOutcome,
         bypass: bool = False,
+        pool: PoolLoads | None = None,
     ) -> None:
         """`deadline`: time.monotonic(). `released()` is called whenever leases ended, for those
         who wait for room; `count(stream)` once, at the end. `bypass`: what is not in RAM is read
-        past it, as far as there is memory for that.
+        past it, as far as there is memory for that. `pool`: where what no local tier has may be.
         """
         self._ns = ns
         self.run = run
         self._deadline = deadline
         self._ram = ram
         self._loader = loader
+        self._pool = pool
+        self._gap = False  # what is behind it is not asked of the bucket
         self._bypass = bypass
         self._residency = residency
         self._released = released
@@ -80,7 +94,8 @@ class GetStream:
         self._looked = 0  # leading items of the plan that were looked at, and their bytes
         self._looked_bytes = 0
         cap_bytes = ram.namespace_usage(ns.name).cap_bytes
-        most_bytes = SCRATCH_BYTES // 2 if bypass else WINDOW_BYTES
+        far = any(item.row == NONE for item in self._plan)
+        most_bytes = SCRATCH_BYTES // 2 if bypass else POOL_WINDOW_BYTES if far else WINDOW_BYTES
         self._window_bytes = min(most_bytes, cap_bytes // 4)
         self._batch_bytes = min(BATCH_BYTES, cap_bytes // 16)
         self._granted: dict[int, _Item] = {}
@@ -104,26 +119,42 @@ class GetStream:
             if not parts:
                 self._states[i] = pb.NOT_NEEDED
                 continue
-            if chunk == NONE:
+            if chunk == NONE and self._pool is None:
                 self._states[i] = self._ns.ghosts.reason(run.keys[i])
                 continue
             if expired:
                 self._states[i] = pb.MISS_EXPIRED
                 continue
-            rows = [(j, p, index.find_object(chunk, p)) for j, p in parts]
-            if any(row == NONE for _, _, row in rows):
+            rows = [index.find_object(chunk, p) if chunk != NONE else NONE for _, p in parts]
+            if NONE in rows and self._pool is None:
                 self._states[i] = pb.MISS_NEVER_STORED
                 continue
-            held.append(chunk)
+            if chunk != NONE:
+                held.append(chunk)
             self._undelivered[i] = len(rows)
             plan.extend(
-                _Item(
-                    i * len(run.parts) + j, i, row, index.generation[row], index.object_length[row]
-                )
-                for j, _, row in rows
+                self._item(i * len(run.parts) + j, row)
+                for (j, _), row in zip(parts, rows, strict=True)
             )
         self._residency.touch(self._ns, held)
         return plan
+
+    def _item(self, at: int, row: int) -> _Item:
+        """The plan's item for the request's object of that index."""
+        i, j = divmod(at, len(self.run.parts))
+        if row == NONE:
+            part = self.run.family.parts[self.run.parts[j]]
+            guess = part.bytes or min(part.max_bytes, USUAL_BYTES)
+            return _Item(at, i, NONE, 0, guess, guess, TierKind.OBJECT)
+        length = self._ns.index.object_length[row]
+        return _Item(at, i, row, self._ns.index.generation[row], length, length)
+
+    def _wanted(self, item: _Item) -> Wanted:
+        """What to ask of the bucket for an item."""
+        run = self.run
+        j = item.index % len(run.parts)
+        parent = run.keys[item.chunk - 1] if item.chunk else run.parent
+        return Wanted(run.family, run.keys[item.chunk], parent, run.parts[j])
 
     # -- handing out ---------------------------------------------------------------------------
 
@@ -142,9 +173,11 @@ class GetStream:
                 if grants:
                     break
                 await self._wait(item)
+            if self._try_pool(item):
+                continue
             self._plan.popleft()
             self._looked -= 1
-            self._looked_bytes -= item.length_bytes
+            self._looked_bytes -= item.window_bytes
             grant = self._grant(item)
             if grant is not None:
                 grants.append(grant)
@@ -157,19 +190,67 @@ class GetStream:
         Each is looked at once, and the window refilled when half of it is used up; one that was in
         RAM and has left it since is loaded when its turn comes.
         """
-        if self._looked and self._ns.index.place[TierKind.RAM][self._plan[0].row] == NONE:
-            self._load([self._plan[0]])
+        first = self._plan[0]
+        resident = self._ns.index.place[TierKind.RAM]
+        if self._looked and first.row != NONE and resident[first.row] == NONE:
+            self._load([first])
         if self._looked and self._looked_bytes > self._window_bytes // 2:
             return
         loading: list[_Item] = []
         for item in islice(self._plan, self._looked, None):
-            full = self._looked_bytes + item.length_bytes > self._window_bytes
+            full = self._looked_bytes + item.window_bytes > self._window_bytes
             if self._looked and full:
                 break
             self._looked += 1
-            self._looked_bytes += item.length_bytes
+            self._looked_bytes += item.window_bytes
             loading.append(item)
-        self._load(loading)
+        self._load_far([item for item in loading if item.row == NONE])
+        self._load([item for item in loading if item.row != NONE])
+
+    def _load_far(self, items: list[_Item]) -> None:
+        """Have those of the items brought from the bucket that have not come here meanwhile."""
+        if self._pool is None:
+            return
+        far = [
+            item
+            for item in items
+            if not (self._came(item) or self._gap or self._states[item.chunk] >= FIRST_MISS)
+        ]
+        wanted = [self._wanted(item) for item in far]
+        futures = self._pool.want(self._ns, wanted, self._deadline)
+        for item, future in zip(far, futures, strict=True):
+            item.tier = TierKind.OBJECT
+            item.load = future
+
+    def _came(self, item: _Item) -> bool:
+        """Whether an object that no local tier had is there now: by a put, or another's load."""
+        index, wanted = self._ns.index, self._wanted(item)
+        chunk = self._ns.find(wanted.key, now_ms())
+        row = index.find_object(chunk, wanted.part) if chunk != NONE else NONE
+        if row == NONE or index.place[TierKind.RAM][row] == NONE:
+            return False
+        item.row, item.generation = row, index.generation[row]
+        item.length_bytes, item.tier = index.object_length[row], TierKind.RAM
+        return True
+
+    def _try_pool(self, item: _Item) -> bool:
+        """Ask the bucket for what this node turned out to have no (good) copy of. False: there is
+        nothing to ask, or it was asked already.
+        """
+        if self._pool is None or item.row == NONE or self._gap:
+            return False
+        if time.monotonic() > self._deadline:
+            return False
+        if item.load is not None:
+            if not item.load.done() or item.load.cancelled():
+                return False
+            if item.load.result().state not in _ELSEWHERE:
+                return False
+        elif self._alive(item) and self._ns.index.place[TierKind.RAM][item.row] != NONE:
+            return False
+        item.row, item.load = NONE, None
+        self._load_far([item])
+        return True
 
     def _load(self, items: list[_Item]) -> None:
         """Load those of the items that are below RAM and not being loaded for us yet."""
@@ -232,6 +313,8 @@ class GetStream:
                 item.load.cancel()  # the load itself goes on and lands in RAM
                 return int(pb.MISS_DEADLINE)
             return self._take(item)
+        if item.row == NONE:
+            return int(pb.MISS_AFTER_GAP)
         place = self._ns.index.place[TierKind.RAM][item.row] if self._alive(item) else NONE
         if place == NONE:
             return int(pb.MISS_EVICTED)
@@ -245,6 +328,8 @@ class GetStream:
         end = item.load.result()
         if isinstance(end, Loaded):
             item.place = end.place
+            if item.row == NONE and end.place != NONE:
+                item.length_bytes = self._ram.locate(end.place).length_bytes
         else:
             item.copy = end.copy
         return end.state
@@ -267,6 +352,7 @@ class GetStream:
         item.load = None
 
     def _give_up(self, item: _Item, state: int) -> None:
+        self._gap = self._gap or item.row == NONE
         self._drop(item)
         self._miss(item, state)
 
@@ -312,7 +398,7 @@ class GetStream:
     @property
     def observed(self) -> tuple[TierKind, int, float]:
         """Slowest tier, payload bytes and seconds of what was delivered, for rates."""
-        held = [s for s in self._states if s in (TierKind.RAM, TierKind.NVME)]
+        held = [s for s in self._states if TierKind.RAM <= s <= TierKind.OBJECT]
         tier = TierKind(max(held, default=TierKind.RAM))
         return tier, sum(self.chunk_bytes.values()), self._ended - self._began
 

@@ -31,6 +31,7 @@ from kvstored.store.leasing import AcquireStream, hold_run, lease_run
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
+from kvstored.store.pooling import Pooling, PoolingSettings
 from kvstored.store.putting import Putter
 from kvstored.store.rates import Rates
 from kvstored.store.reading import GetStream
@@ -44,6 +45,7 @@ from kvstored.store.walk import column, objects_of, padded
 from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import VOLUME_SHIFT, Recovered, Tier, TierKind
+from kvstored.tiers.object.api import Pool
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import admin_pb2
@@ -73,10 +75,11 @@ class StoreSettings:
     max_dirty_bytes: int = 256 << 20
     max_tenants: int = 1000
     namespace_caps: Mapping[tuple[str, TierKind], int] = field(default_factory=dict)
+    pooling: PoolingSettings = field(default_factory=PoolingSettings)
 
 
 class Store:
-    """Chunks of every namespace over RAM and, where configured, NVMe."""
+    """Chunks of every namespace over RAM and, where configured, NVMe and a shared bucket."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Store:
         nvme: Tier | None,
         settings: StoreSettings,
         supervisor: Supervisor,
+        pool: Pool | None = None,
     ) -> None:
         """`open` opens the tiers and `close` closes them; the supervisor stays the caller's."""
         self.namespace_caps = settings.namespace_caps
@@ -113,8 +117,26 @@ class Store:
         if nvme is not None:
             self.writer = Writer(ram, nvme, self.residency, self._room, self._trash)
             self._loader = Loader(ram, nvme, self.residency, self._room)
+        self.pooling: Pooling | None = None
+        if pool is not None:
+            self.pooling = Pooling(
+                pool,
+                settings.pooling,
+                ram,
+                self._loader,
+                self.writer,
+                self.residency,
+                self._room,
+                self._trash.freed.notify,
+            )
         self._putter = Putter(
-            ram, self.writer, self.residency, self._room, self._trash, settings.max_dirty_bytes
+            ram,
+            self.writer,
+            self.residency,
+            self._room,
+            self._trash,
+            settings.max_dirty_bytes,
+            self.pooling.offering.stored if self.pooling is not None else None,
         )
         self._sweep_at: dict[str, int] = {}
 
@@ -137,6 +159,8 @@ class Store:
         self._supervisor.start("store-sweeper", self._sweep)
         if self.writer is not None:
             self._supervisor.start("store-writer", self.writer.run)
+        if self.pooling is not None:
+            await self.pooling.open(self.namespaces)
 
     async def close(self, deadline_s: float) -> StoppedReport:
         """Make what was accepted durable within the deadline, close the tiers, say what is lost."""
@@ -148,6 +172,7 @@ class Store:
             if waiting:
                 await asyncio.wait(waiting, timeout=max(0.0, until - time.monotonic()))
             lost = self.writer.fail_all()
+        await self._close_pool(until)
         for tier in reversed(self.tiers.values()):  # RAM last: the others read from it
             left = max(0.05, until - time.monotonic())
             try:
@@ -159,6 +184,19 @@ class Store:
                     "tier did not close in time", extra={"fields": {"tier": tier.kind.name}}
                 )
         return StoppedReport(*lost)
+
+    async def _close_pool(self, until: float) -> None:
+        """Bring up what can be within half of the time that is left; the rest stays owed."""
+        if self.pooling is None:
+            return
+        left_s = max(0.1, until - time.monotonic()) / 2
+        try:
+            owed = await asyncio.wait_for(self.pooling.close(left_s), 1.5 * left_s)
+        except TimeoutError:
+            log.warning("the bucket did not close in time")
+        else:
+            if owed:
+                log.info("owed to the bucket", extra={"fields": {"objects": owed}})
 
     async def _close_tier(self, tier: Tier) -> None:
         if tier is self.nvme and self._loader is not None:
@@ -264,6 +302,17 @@ class Store:
         count_match(self.accounts, run, answer.states)
         return answer
 
+    async def match_pool(self, run: Run, mode: int, deadline: float) -> MatchAnswer:
+        """`match` as far as the bucket; what that has not said by the deadline is a miss. Without
+        a bucket: as far as this node.
+        """
+        if self.pooling is None:
+            return self.match(run, mode, pb.DEPTH_NODE)
+        ns = self.namespace(run.namespace)
+        answer = await self.pooling.match(ns, run, mode, deadline, self.rates.eta_ms)
+        count_match(self.accounts, run, answer.states)
+        return answer
+
     def open_get(self, run: Run, deadline: float, bypass_ram: bool = False) -> GetStream:
         """A stream of the run's objects. The caller must `close` it, whatever happens.
 
@@ -279,11 +328,15 @@ class Store:
             self._trash.freed.notify,
             self._count_get,
             bypass_ram,
+            self.pooling.loads if self.pooling is not None else None,
         )
 
     def _count_get(self, stream: GetStream) -> None:
-        count_get(self.accounts, stream.run, stream.outcome, stream.chunk_bytes)
+        states = stream.outcome
+        count_get(self.accounts, stream.run, states, stream.chunk_bytes)
         self.rates.observe(*stream.observed)
+        if self.pooling is not None and not stream.run.probe:
+            self.pooling.offering.used(self.namespace(stream.run.namespace), stream.run, states)
 
     def acquire_now(self, run: Run, max_bytes: int) -> tuple[Leased, bytes] | None:
         """Lease the whole run, if all of it is in RAM and within `max_bytes` (padded), with one
@@ -295,6 +348,8 @@ class Store:
         answer = lease_run(ns, run, self.ram, self.residency, max_bytes)
         if answer is not None:
             count_leased(self.accounts, run, answer[0].lengths_bytes)
+            if self.pooling is not None and not run.probe:
+                self.pooling.offering.used(ns, run, answer[1])
         return answer
 
     def open_acquire(self, run: Run, deadline: float, room: Callable[[int], bool]) -> AcquireStream:
@@ -350,13 +405,25 @@ class Store:
             ns.index.set_expiries(rows, at_ms + ttl_ms)
         return answer.states
 
-    async def delete(self, run: Run, corrupt: bool = False) -> int:
-        """Drop the run's chunks, and what lies below them, from every tier; durably.
+    async def delete(self, run: Run, corrupt: bool = False, deadline: float | None = None) -> int:
+        """Drop the run's chunks, and what lies below them, from every tier; durably. `deadline`
+        (time.monotonic()): for the bucket; None: some time.
 
         Raises KvstoredError where a device cannot be told: nothing reads them in this run, but the
-        delete is not sure to outlive it. Only the keys named count in the answer.
+        delete is not sure to outlive it; or where the bucket has not confirmed it. Only the keys
+        named that this node held count in the answer.
         """
         ns = self.namespace(run.namespace)
+        if self.pooling is None:
+            return (await self._delete_here(ns, run, corrupt))[0]
+        return await self.pooling.delete(
+            ns, run, deadline, lambda: self._delete_here(ns, run, corrupt)
+        )
+
+    async def _delete_here(
+        self, ns: Namespace, run: Run, corrupt: bool
+    ) -> tuple[int, Sequence[bytes]]:
+        """Drop the run's chunks from the local tiers; how many it held, and all keys that went."""
         keys = dict.fromkeys(run.keys)  # held or not: a volume that is away may have them
         adopted = self._volumes.adopted
         dropped = await self._drop(ns, run.packed, keys, corrupt)
@@ -375,7 +442,7 @@ class Store:
                 break
         for tier in self.tiers:
             await self._trash.flush(tier)
-        return dropped
+        return dropped, [*keys]
 
     async def _drop(
         self, ns: Namespace, packed: bytes, keys: dict[bytes, None], corrupt: bool
@@ -406,10 +473,15 @@ class Store:
         """
         ns = self.namespace(run.namespace)
         rows = self._below_ram(ns, run)
+        futures: list[asyncio.Future[Loaded]] = []
         if rows and self._loader is not None:
-            futures = self._loader.want(ns, rows, time.monotonic())
-            for future in futures:  # nobody reads what it brings: its lease ends as it begins
-                future.add_done_callback(self._release_loaded)
+            futures += self._loader.want(ns, rows, time.monotonic())
+        if self.pooling is not None:
+            most_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
+            futures += self.pooling.prefetch(ns, run, most_bytes, deadline)
+        for future in futures:  # nobody reads what it brings: its lease ends as it begins
+            future.add_done_callback(self._release_loaded)
+        if futures:
             await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
         return match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms).states
 

@@ -73,10 +73,11 @@ class Fetched:
     meta: ObjectMeta | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Offer:
-    """One object that may go up. `read` gives its verified bytes when its turn comes: a view of
-    padded length that stays good until `done` is called; None if it is not there any more.
+    """One object that may go up. `read` gives its verified bytes when its turn comes: a view of at
+    least its length that stays good until `done` is called; None if it is not there any more. The
+    checksums of its pieces may be missing from `meta` until then: `read` adds them.
     """
 
     meta: ObjectMeta

@@ -1,0 +1,276 @@
+"""Offers the bucket what its policy says others may want.
+
+An object is offered by name; its bytes are had when its turn comes: from RAM under a lease, or from
+NVMe past RAM. One that has left both by then, or was deleted, is not there any more. What came from
+the bucket is not offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstored.store.api import Family, Run, let_go
+from kvstored.store.bypass import Copied, Copy
+from kvstored.store.index import NONE
+from kvstored.store.loader import Loaded, Loader
+from kvstored.store.namespace import Namespace
+from kvstored.store.residency import Residency
+from kvstored.tiers.base import ObjectMeta, TierKind
+from kvstored.tiers.object.api import ObjectName, Offer, Outcome, Pool
+from kvstored.tiers.object.policy import KEY_BYTES, SLOTS, All, Policy, hashed
+from kvstored.tiers.ram.tier import RamTier
+
+log = logging.getLogger("kvstored.store")
+
+READ_TIMEOUT_S = 30.0
+"""How long to wait for room to read an object of NVMe into, where there is none beside RAM."""
+
+SLICE_NAMES = 1024
+_PART_STEP = 0xD1B54A32D192ED03  # odd
+
+_UP = frozenset({Outcome.OK, Outcome.EXISTED, Outcome.CONFLICT, Outcome.LENGTH})
+"""Ends of an offer after which the bucket has an object of that name."""
+
+
+class _Upload(Offer):
+    """One object that was offered, as long as it has not ended."""
+
+    def __init__(self, offering: Offering, ns: Namespace, row: int, meta: ObjectMeta) -> None:
+        super().__init__(meta, self.read_bytes, self.end)
+        self.ns = ns
+        self.row = row
+        self.generation = ns.index.generation[row]
+        self.slot = 0
+        self._offering = offering
+        self._place = NONE
+        self._copy: Copy | None = None
+        self._view: memoryview | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still held as it was."""
+        return self.ns.index.alive(self.row, self.generation)
+
+    async def read_bytes(self) -> memoryview | None:
+        """As Offer.read."""
+        if not self.alive:
+            return None
+        place = self.ns.index.place[TierKind.RAM][self.row]
+        if place != NONE:
+            self._offering.ram.lease(place)
+            self._place = place
+        else:
+            await self._load()
+        if self._copy is not None:
+            pieces, self._view = self._copy.pieces, self._copy.view()
+        elif self._place != NONE:
+            _, pieces = self._offering.ram.checksums(self._place)
+            self._view = self._offering.ram.view(self._place)
+        else:
+            return None
+        self.meta = replace(self.meta, piece_checksums=pieces)
+        return self._view
+
+    async def _load(self) -> None:
+        """From NVMe, past RAM where that can be had."""
+        loader = self._offering.loader
+        if loader is None or self.ns.index.place[TierKind.NVME][self.row] == NONE:
+            return
+        future: asyncio.Future[Copied] | asyncio.Future[Loaded] | None
+        (future,) = loader.want_copies(self.ns, [self.row])
+        if future is None:
+            until = time.monotonic() + READ_TIMEOUT_S
+            (future,) = loader.want(self.ns, [self.row], until)
+        try:
+            await asyncio.wait([future])
+        finally:
+            if not future.done():
+                future.cancel()
+            elif not future.cancelled():
+                self._take(future.result())
+
+    def _take(self, end: Copied | Loaded) -> None:
+        if isinstance(end, Loaded):
+            self._place = end.place
+        else:
+            self._copy = end.copy
+
+    def end(self, outcome: Outcome) -> None:
+        """As Offer.done."""
+        if self._view is not None:
+            let_go(self._view)
+        if self._place != NONE:
+            self._offering.ram.release(self._place)
+        if self._copy is not None and self._offering.loader is not None:
+            self._offering.loader.give_back(self._copy)
+        self._offering.ended(self, outcome)
+
+
+class Offering:
+    """What one store offers to a bucket. Belongs to the verbs' loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        policy: Policy,
+        ram: RamTier,
+        loader: Loader | None,
+        residency: Residency,
+        released: Callable[[], None],
+    ) -> None:
+        """`released()` is called whenever a lease ended, for those who wait for room."""
+        self.ram = ram
+        self.loader = loader
+        self._pool = pool
+        self._policy = policy
+        self._residency = residency
+        self._released = released
+        self._offered = np.zeros(SLOTS, np.uint64)  # hashes of what is up, or on its way
+
+    # -- occasions -----------------------------------------------------------------------------
+
+    def stored(self, ns: Namespace, run: Run, chunks: NDArray[np.int32]) -> None:
+        """A put has ended; `chunks`: the rows of the run's keys, NONE for those not held."""
+        keys = np.frombuffer(run.packed, np.uint8).reshape(-1, KEY_BYTES)
+        parents = np.zeros_like(keys)
+        parents[1:] = keys[:-1]
+        if run.parent:
+            parents[0] = np.frombuffer(run.parent, np.uint8)
+        held = np.unique(chunks, return_index=True)[1]  # a key may stand in a run twice
+        held = np.sort(held[chunks[held] != NONE])
+        if not len(held):
+            return
+        space = _space(ns, run.family)
+        due = self._policy.stored(space, keys[held], parents[held])
+        rows: dict[int, None] = {}
+        for chunk in chunks[held[due.above]].tolist():
+            rows.update(dict.fromkeys(reversed(list(ns.index.ancestors(chunk)))))
+        rows.update(dict.fromkeys(chunks[held[due.own]].tolist()))
+        self._offer_chunks(ns, space, list(rows))
+
+    def used(self, ns: Namespace, run: Run, states: bytes) -> None:
+        """A run was read; `states`: one ChunkState per key. Hits of the bucket are none of ours."""
+        if isinstance(self._policy, All):
+            return
+        tiers = np.frombuffer(states, np.uint8)
+        hit = np.flatnonzero((tiers == TierKind.RAM) | (tiers == TierKind.NVME))
+        if not len(hit):
+            return
+        keys = np.frombuffer(run.packed, np.uint8).reshape(-1, KEY_BYTES)[hit]
+        space = _space(ns, run.family)
+        due = self._policy.used(space, keys)
+        if due.any():
+            rows = ns.index.find_many(keys[due].tobytes())
+            self._offer_chunks(ns, space, rows[rows != NONE].tolist())
+
+    async def again(self, namespaces: dict[str, Namespace]) -> None:
+        """Offer what the node's last life owed and is still here; disown the rest."""
+        owed = self._pool.owed()
+        for at in range(0, len(owed), SLICE_NAMES):
+            gone: list[ObjectName] = []
+            uploads: list[_Upload] = []
+            for name in owed[at : at + SLICE_NAMES]:
+                upload = self._find(namespaces, name)
+                if upload is None:
+                    gone.append(name)
+                else:
+                    uploads.append(upload)
+            self._pool.disown(gone)
+            self._offer(uploads)
+            await asyncio.sleep(0)
+
+    # -- offers --------------------------------------------------------------------------------
+
+    def _find(self, namespaces: dict[str, Namespace], name: ObjectName) -> _Upload | None:
+        ns = namespaces.get(name.namespace)
+        chunk = ns.index.find(name.key) if ns is not None else NONE
+        if ns is None or chunk == NONE:
+            return None
+        family = ns.families.by_number[ns.index.family[chunk]]
+        part = family.part_index.get(name.part)
+        if part is None or family.fingerprint != name.family:
+            return None
+        row = ns.index.find_object(chunk, part)
+        return _Upload(self, ns, row, self._meta(ns, row)) if row != NONE else None
+
+    def _offer_chunks(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
+        """Offer the objects of some chunks that are not up yet, as far as is known."""
+        index = ns.index
+        rows = [row for chunk in chunks for row in index.object_rows(chunk)]
+        if not rows:
+            return
+        keys = b"".join(index.key(index.object_chunk[row]) for row in rows)
+        parts = np.array([index.object_part[row] for row in rows], np.uint64)
+        hashes = _hashes(space, keys, parts)
+        slots = hashes % np.uint64(SLOTS)
+        fresh = np.flatnonzero(self._offered[slots] != hashes)
+        uploads = []
+        for at in fresh.tolist():
+            upload = _Upload(self, ns, rows[at], self._meta(ns, rows[at]))
+            upload.slot = int(slots[at])
+            uploads.append(upload)
+        taken = self._offer(uploads)
+        self._offered[slots[fresh[:taken]]] = hashes[fresh[:taken]]
+        if taken < len(fresh):
+            refused = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[fresh[taken:]]
+            self._policy.refused(space, np.unique(refused, axis=0))
+
+    def _offer(self, uploads: Sequence[_Upload]) -> int:
+        return self._pool.offer(uploads) if uploads else 0
+
+    def _meta(self, ns: Namespace, row: int) -> ObjectMeta:
+        """All but the checksums of the pieces, which come with the bytes."""
+        index = ns.index
+        chunk = index.object_chunk[row]
+        family = ns.families.by_number[index.family[chunk]]
+        return ObjectMeta(
+            namespace=ns.name,
+            family=family.fingerprint,
+            key=index.key(chunk),
+            part=family.parts[index.object_part[row]].name,
+            tenant=ns.tenants[index.tenant[chunk]],
+            parent=index.parent_key(chunk),
+            depth=index.depth[chunk],
+            end_token=index.end_token[chunk],
+            expires_ms=index.expires_ms[chunk],
+            length_bytes=index.object_length[row],
+            checksum=index.checksum(row),
+            piece_checksums=b"",
+        )
+
+    def deleted(self, ns: Namespace, family: Family, keys: Sequence[bytes]) -> None:
+        """The bucket has, or is about to have, these chunks no more: they may be offered again."""
+        packed, space = b"".join(keys), _space(ns, family)
+        for part in range(len(family.parts)):
+            hashes = _hashes(space, packed, np.array([part], np.uint64))
+            slots = hashes % np.uint64(SLOTS)
+            self._offered[slots[self._offered[slots] == hashes]] = 0
+
+    def ended(self, upload: _Upload, outcome: Outcome) -> None:
+        """An offer has come to its end."""
+        self._released()
+        if outcome is Outcome.CONFLICT:
+            self._residency.accounts.conflicts[upload.ns.name] += 1
+        elif outcome is Outcome.LENGTH:
+            name = upload.meta.key.hex()
+            fields = {"namespace": upload.ns.name, "key": name, "part": upload.meta.part}
+            log.warning("the bucket has an object of another length", extra={"fields": fields})
+        if outcome not in _UP:
+            self._offered[upload.slot] = 0
+
+
+def _space(ns: Namespace, family: Family) -> int:
+    return ns.families.number(family.fingerprint) << 16 | ns.number
+
+
+def _hashes(space: int, keys: bytes, parts: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One number per object: 32 bytes of `keys` each, and its part (or one for all)."""
+    chunks = hashed(space, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES))
+    return chunks + parts * np.uint64(_PART_STEP)  # wraps around

@@ -18,6 +18,7 @@ from kvstored.tiers.base import (
     Recovered,
     WriteOutcome,
 )
+from kvstored.tiers.nvme import walk
 from kvstored.tiers.nvme.breaker import Patience
 from kvstored.tiers.nvme.device import DataFile
 from kvstored.tiers.nvme.member import VolumeSpec
@@ -27,7 +28,7 @@ from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
 CAP_BYTES = 16 * MIB
 PATIENCE = Patience(
-    stuck_after_s=0.4,
+    stuck_after_s=0.6,
     failures=3,
     probe_first_s=0.02,
     probe_longest_s=0.05,
@@ -49,6 +50,16 @@ def make_volume(spec: VolumeSpec, files: Files) -> VolumeTier:
         walk_timeout_s=20,
         make_directory=not spec.guarded,
     )
+
+
+def walk_here(
+    volume: bytes, environments: Sequence[tuple[Path, int]], fd: int, timeout_s: float
+) -> list[list[int]]:
+    """What `walker._run` does, without a process for each volume that is opened again: that takes
+    most of the time of these tests. Others show the process, and what it is for.
+    """
+    del timeout_s
+    return [walk.walk(directory, volume, limit, fd) for directory, limit in environments]
 
 
 async def until(true: Callable[[], bool], seconds: float = 20) -> None:
@@ -100,6 +111,14 @@ class World:
     def _measure(self, data: DataFile, region: int) -> tuple[float, float]:
         del region
         return self.measured.get(data.path.parent.name, (0.0, 0.0))
+
+    async def end(self) -> None:
+        """Close the tier; nothing is stuck any longer, or the interpreter could not end either."""
+        for fault in self.files._faults:
+            if fault.stuck is not None:
+                fault.stuck.set()
+        self.files.clear()
+        await self.tier.close()
 
     # ---- the store's side ---------------------------------------------------------------------
 

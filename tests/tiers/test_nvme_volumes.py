@@ -8,19 +8,26 @@ import random
 import shutil
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiers.conformance import KIB, MIB, make_sample
-from tiers.nvme_volumes_helpers import CAP_BYTES, PATIENCE, World, make_volume, until
+from tiers.nvme_volumes_helpers import CAP_BYTES, PATIENCE, World, make_volume, until, walk_here
 
 from kvstored.errors import DataDirectoryError
 from kvstored.io.faults import Fault
 from kvstored.tiers.base import VOLUME_SHIFT, NoRoom, ObjectWrite, ReadOutcome, WriteOutcome
+from kvstored.tiers.nvme import walker
 from kvstored.tiers.nvme.drains import LastVolume, UnknownVolume
 from kvstored.tiers.nvme.member import VolumeSpec
 from kvstored.tiers.nvme.status import VolumeState
 from kvstored.tiers.nvme.tier import NvmeTier
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walker, "_run", walk_here)
 
 
 @pytest.fixture
@@ -28,8 +35,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World(tmp_path, 3)
     await made.start()
     yield made
-    made.files.clear()
-    await made.tier.close()
+    await made.end()
 
 
 @pytest.mark.parametrize(("how", "seed"), [("EIO", 1), ("ENODEV", 2), ("stuck", 3)])
@@ -317,24 +323,21 @@ async def test_stuck_device_does_not_hold_the_stop_up(world: World, known: bool)
     world.files.clear()
 
 
-async def test_stuck_at_the_start(tmp_path: Path) -> None:
-    world = World(tmp_path, 2, patience=PATIENCE)
-    await world.start()
-    await world.put_new(1, 8)
+async def test_stuck_at_the_start(world: World) -> None:
+    await world.put_new(1, 9)
     await world.tier.close()
     release = threading.Event()
     world.break_volume(1, stuck=release)
-    world.patience = type(PATIENCE)(open_timeout_s=1.5, look_every_s=0.02, stuck_after_s=0.4)
+    world.patience = replace(PATIENCE, open_timeout_s=1.5)
     await world.start()
     assert world.status(1).state is VolumeState.LOST
-    assert len(world.held) == len(world.on(0)) == 4
+    assert len(world.held) == len(world.on(0) + world.on(2)) == 6
     assert await world.delete(list(world.samples.values())[:3])
     world.files.clear()
     release.set()
     await world.becomes(1, VolumeState.OK)
-    assert len(world.held) == 5
+    assert len(world.held) == 6
     await world.assert_all_read()
-    await world.tier.close()
 
 
 async def test_drain_moves_what_has_room(world: World) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from tiers.conformance import KIB, MIB, MakeTier, TierConformance
+from tiers.nvme_volumes_helpers import walk_here
 
 from kvstored.io.base import Files
 from kvstored.tiers.base import Recovered, Tier
+from kvstored.tiers.nvme import walker
 from kvstored.tiers.nvme.member import VolumeSpec
 from kvstored.tiers.nvme.tier import NvmeTier
 from kvstored.tiers.nvme.volume_tier import VolumeTier
@@ -19,6 +21,11 @@ def make_volume(spec: VolumeSpec, files: Files) -> VolumeTier:
     return VolumeTier(
         spec.directory, spec.cap_bytes, files=files, region_bytes=4 * MIB, walk_timeout_s=20
     )
+
+
+@pytest.fixture(autouse=True)
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walker, "_run", walk_here)
 
 
 async def tiers_of(count: int, directory: Path) -> AsyncIterator[MakeTier]:

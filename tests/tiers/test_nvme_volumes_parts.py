@@ -46,9 +46,9 @@ def test_breaker_from_errors_to_trust() -> None:
 
 def test_breaker_of_a_silent_device() -> None:
     breaker = Breaker(PATIENCE, "read")
-    breaker.look(0.0, Seen(oldest_s=0.39))
+    breaker.look(0.0, Seen(oldest_s=0.59))
     assert breaker.closed
-    breaker.look(0.1, Seen(oldest_s=0.4))
+    breaker.look(0.1, Seen(oldest_s=0.6))
     assert breaker.stuck
     breaker.probed(1.0, Seen(oldest_s=1.4), "")
     assert not breaker.closed, "the call that is stuck still is"

@@ -7,9 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
-from tiers.nvme_volumes_helpers import World
+from tiers.nvme_volumes_helpers import World, walk_here
 
-from kvstored.tiers.nvme import probe, speed
+from kvstored.tiers.nvme import probe, speed, walker
 from kvstored.tiers.nvme.striping import Candidate, Striper
 from kvstored.tiers.nvme.volume_tier import VolumeTier
 
@@ -150,6 +150,7 @@ async def test_asked_for_and_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     assert spare is not None
     assert min(probe.measure(*spare)) > 0
     await tier.close()
+    monkeypatch.setattr(walker, "_run", walk_here)
     world = World(tmp_path, 2)
     world.measured = {"v0": (3e9, 2e9), "v1": (1e9, 1e9)}
     await world.start()

@@ -57,6 +57,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World(tmp_path)
     await made.store.open()
     yield made
+    for fault in made.files._faults:  # of a test that failed
+        if fault.stuck is not None:
+            fault.stuck.set()
     made.files.clear()
     await made.store.close(20.0)
     await made.supervisor.stop()

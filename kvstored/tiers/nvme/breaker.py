@@ -21,7 +21,8 @@ class Patience:
     errors in a row do. Probes come `probe_first_s` after that, each pause twice the one before, up
     to `probe_longest_s`. A volume that cannot be read for `lost_after_s` is lost; it is opened anew
     after `reopen_first_s`, and so on up to `reopen_longest_s`. `open_timeout_s`: how long the start
-    waits for a volume. `look_every_s`: how often all of this is looked at.
+    waits for a volume. `look_every_s`: how often all of this is looked at. `note_s`: how long the
+    registry's own disk may take before a delete is refused.
     """
 
     stuck_after_s: float = 10.0
@@ -33,6 +34,7 @@ class Patience:
     reopen_longest_s: float = 30.0
     open_timeout_s: float = 60.0
     look_every_s: float = 0.25
+    note_s: float = 10.0
 
 
 class BreakerState(enum.Enum):

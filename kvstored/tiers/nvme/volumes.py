@@ -49,7 +49,7 @@ class Volumes:
         self._owner = owner
         self._members = members
         self._patience = patience
-        self.away = Away(files, registry, patience.stuck_after_s)
+        self.away = Away(files, registry, patience.note_s)
         self.families = Families(members)
         self.deletes = Deletes(self.away, members)
         self.drains = Drains(owner, members, self.away, self._start, self._store_is_ready)
@@ -137,7 +137,7 @@ class Volumes:
         """Close a volume, or see that it does not answer; then it is on its own."""
         if len(self._members) > 1:
             with contextlib.suppress(OSError):  # also when the registry's disk takes too long
-                async with asyncio.timeout(self._patience.stuck_after_s):
+                async with asyncio.timeout(self._patience.note_s):
                     await self._arrivals.note_speed(member)
         call = member.begin(_close, _closed)
         if call is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstored_client.engine import demo
-from kvstored_client.engine.__main__ import _summary, _token, main
+from kvstored_client.engine.__main__ import _summary, main
+from kvstored_client.engine.credentials import read_token
 from kvstored_client.engine.demo_daemon import DaemonFailed, PrivateDaemon
 from kvstored_client.engine.demo_progress import PrefillProgress
 from kvstored_client.engine.engine import Completion
@@ -115,11 +116,11 @@ def test_a_token_is_never_an_argument(
     assert ended.value.code == 2
     file = tmp_path / "token"
     file.write_text("from-the-file\n")
-    assert _token(str(file), {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-file"
+    assert read_token(str(file), {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-file"
     monkeypatch.setattr("sys.stdin", io.StringIO("from-stdin\n"))
-    assert _token("-", {}) == "from-stdin"
-    assert _token(None, {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-environment"
-    assert _token(None, {}) is None
+    assert read_token("-", {}) == "from-stdin"
+    assert read_token(None, {"KVSTORED_TOKEN": "from-the-environment"}) == "from-the-environment"
+    assert read_token(None, {}) is None
     file.write_text("\n")
     assert main(["--prompt", "x", "--token-file", str(file)]) == 2
     assert "is empty" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""`python -m kvstored_client.engine`: answers one prompt, with kvstored where there is one."""
+"""`python -m kvstored_client.engine`: answers one prompt, with kvstored where there is one; with
+`serve` before all options, many of them, over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,13 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstored_client import KVClient, default_target
 from kvstored_client.engine.blocks import CHUNK_TOKENS
 from kvstored_client.engine.checkpoint import DTYPES, bundled_smollm2, load
+from kvstored_client.engine.credentials import read_token
 from kvstored_client.engine.engine import Completion, make_engine
 from kvstored_client.engine.fingerprint import weights_fingerprint
 from kvstored_client.engine.model import Model
@@ -31,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvstored_client.engine",
         description="Answer one prompt with the reference engine, using kvstored where there is "
-        "one. The answer goes to stdout, what it took to stderr.",
+        "one. The answer goes to stdout, what it took to stderr. For a server: `serve --help`.",
         allow_abbrev=False,  # --token would be taken for --token-file
     )
     parser.add_argument("--prompt", required=True, help="the user's message")
@@ -71,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0, or 2 for a mistake of the caller."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["serve"]:
+        from kvstored_client.engine.server.cli import main as serve
+
+        return serve(words[1:])
+    arguments = _parser().parse_args(words)
     try:
         return _run(arguments)
     except (UsageError, ValueError, OSError) as error:
@@ -91,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         store = None
         if not arguments.no_store:
-            token = _token(arguments.token_file, os.environ)
+            token = read_token(arguments.token_file, os.environ)
             store = _reachable(stack.enter_context(KVClient(target, arguments.namespace, token)))
         checkpoint = load(arguments.model or bundled_smollm2(), dtype=arguments.dtype)
         tokenizer = Tokenizer(checkpoint.tokenizer)
@@ -114,16 +122,6 @@ def _run(arguments: argparse.Namespace) -> int:
         if not engine.close(PUT_WAIT_S):
             sys.stderr.write("kvstored did not take all new chunks in time\n")
     return 0
-
-
-def _token(file: str | None, environ: Mapping[str, str]) -> str | None:
-    """The token, from a file or the environment: arguments are readable by everybody."""
-    if file is None:
-        return environ.get("KVSTORED_TOKEN") or None
-    token = (sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")).strip()
-    if not token:
-        raise ValueError(f"--token-file {file} is empty")
-    return token
 
 
 def _prompt(arguments: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:

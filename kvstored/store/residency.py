@@ -214,15 +214,23 @@ class Residency:
                 index.remove_object(row)
 
     def drop_object(self, ns: Namespace, row: int, state: pb.ChunkState, reason: str) -> None:
-        """Drop one object from every tier; its chunk too, with its subtree, if it was the last."""
+        """Drop one object from every tier; its chunk too, if it was the last.
+
+        What lies below stays: it may be durable, and is of use again once the chunk is put again.
+        Until then the chunk stays as well, without objects, so that a delete of it reaches below.
+        """
         index = ns.index
         chunk = index.object_chunk[row]
         for tier in TIERS:
             if index.place[tier][row] != NONE:
                 self._discard(tier, [self.unplace_object(ns, row, tier, reason)])
         index.remove_object(row)
-        if index.first_object[chunk] == NONE:
+        if index.first_object[chunk] != NONE:
+            return
+        if index.first_child[chunk] == NONE:
             self.drop_subtree(ns, chunk, state, reason)
+        else:
+            ns.ghosts.remember(index.key(chunk), state)
 
     def drop_subtree(
         self, ns: Namespace, chunk: int, state: pb.ChunkState, reason: str

@@ -186,6 +186,33 @@ async def test_rotten_bytes_are_a_miss_and_may_be_written_again(tmp_path: Path) 
         assert (await c.get(run))[0] == {i: payload(i, MIB) for i in range(3)}
 
 
+async def test_what_lies_below_rotten_bytes_stays_and_can_be_deleted(tmp_path: Path) -> None:
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        await c.put(c.run(tokens(3)), [payload(i, MIB) for i in range(3)], durable=True)
+    assert _flip_one_bit_after(tmp_path, payload(1, MIB)[:4096]) == 1
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(3))
+        await c.get(run)
+        states = store.match(run, pb.EACH, pb.DEPTH_NODE).states
+        assert list(states) == [pb.IN_RAM, pb.MISS_CORRUPT, pb.IN_RAM]
+        assert set(await c.put(run, [payload(i, MIB) for i in range(3)], durable=True)) == {
+            pb.EXISTED,
+            pb.STORED,
+        }
+        assert (await c.get(run))[0] == {i: payload(i, MIB) for i in range(3)}
+    assert _flip_one_bit_after(tmp_path, payload(1, MIB)[:4096]) == 1
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(3))
+        await c.get(run)
+        assert await store.delete(run) == 3
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        assert (await c.get(c.run(tokens(3))))[0] == {}
+
+
 async def test_small_objects_go_through_every_step_too(tmp_path: Path) -> None:
     async with open_store(tmp_path) as store:
         c = await client(store, size=5000)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 
 from kvstored.config import NamespaceSettings, Secret, Settings
-from kvstored.io.base import Files
+from kvstored.io.base import Files, RealFiles
 from kvstored.server.auth import Auth, NamespaceAuth, token_hash
 from kvstored.server.limits import Limits, LocalLimits
 from kvstored.store import store as stores
+from kvstored.store.pooling import PoolingSettings
 from kvstored.store.store import Store, StoreSettings
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import TierKind
 from kvstored.tiers.nvme.member import VolumeSpec
 from kvstored.tiers.nvme.tier import NvmeTier
+from kvstored.tiers.object.api import Pool
+from kvstored.tiers.object.assembly import make_pool
 from kvstored.tiers.ram.tier import RamTier
 from kvstored_client.identity import derive_namespace_salt
 
 REGISTRY_FOLDER = "volumes"
 """In the data directory: what is known of volumes that may be away."""
+
+OBJECT_FOLDER = "object"
+"""In the data directory: what is owed to the bucket."""
 
 
 def build_store(settings: Settings, supervisor: Supervisor, files: Files | None = None) -> Store:
@@ -46,8 +54,27 @@ def build_store(settings: Settings, supervisor: Supervisor, files: Files | None 
             max_dirty_bytes=settings.limits.max_dirty_bytes,
             max_tenants=settings.tenants.max,
             namespace_caps=caps,
+            pooling=PoolingSettings(
+                settings.object.write_back,
+                settings.limits.max_dirty_bytes // 2 if settings.object.promote_nvme else 0,
+                settings.object.cap_bytes,
+            ),
         ),
         supervisor,
+        _pool(settings, supervisor, files),
+    )
+
+
+def _pool(settings: Settings, supervisor: Supervisor, files: Files | None) -> Pool | None:
+    """The bucket, where one is configured."""
+    if not settings.object.url:
+        return None
+    return make_pool(
+        settings.object,
+        supervisor,
+        files or RealFiles(),
+        settings.daemon.data_dir / OBJECT_FOLDER,
+        f"{socket.gethostname()}-{os.getpid()}",
     )
 
 

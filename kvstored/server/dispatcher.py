@@ -23,13 +23,16 @@ from kvstored.server.limits import KEY_BYTES, Limits
 from kvstored.server.operators import Operators
 from kvstored.server.ports import CallObserver, HoldSink, StorePort, VolumesPort
 from kvstored.server.shares import Shares
-from kvstored.store.api import Leased, Run
+from kvstored.store.api import Leased, MatchAnswer, Run
 from kvstored_client.proto import admin_pb2 as admin
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto.methods import PROTOCOL_VERSION
 
 _log = logging.getLogger(__name__)
 _REPLY_MARGIN_S = 0.020
+MAX_POOL_MATCH_S = 5.0
+"""What a match that asks a bucket may take, for callers that give it longer."""
+
 _T = TypeVar("_T")
 
 
@@ -196,27 +199,44 @@ class Dispatcher:
                 limits=self.limits.to_proto(),
             )
 
-    async def match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
-        """Which chunks are held, and where."""
-        return self.match_now(request, caller)
+    async def match(
+        self, request: pb.MatchRequest, caller: Caller, holds: HoldSink | None = None
+    ) -> pb.MatchReply:
+        """Which chunks are held, and where. `holds` takes what the request asks to hold; None:
+        holds are refused.
+        """
+        if request.depth != pb.DEPTH_POOL:
+            return self.match_now(request, caller, holds)
+        with self.serving("match", caller, request.run.namespace):
+            run = self.run_of(request.run, request.ctx)
+            check.check_match(request, holdable=holds is not None)
+            _, deadline = self.deadlines(caller, request.ctx)
+            deadline = min(deadline, caller.started + MAX_POOL_MATCH_S)
+            answer = await self.store.match_pool(run, request.mode, deadline)
+            return self._matched(request, run, answer, holds)
 
     def match_now(
         self, request: pb.MatchRequest, caller: Caller, holds: HoldSink | None = None
     ) -> pb.MatchReply:
-        """The same. `holds` takes what the request asks to hold; None: holds are refused."""
+        """The same, of this node alone."""
         with self.serving("match", caller, request.run.namespace):
             run = self.run_of(request.run, request.ctx)
             check.check_match(request, holdable=holds is not None)
             answer = self.store.match(run, request.mode, request.depth)
-            if request.hold and holds is not None:
-                self._hold(run, answer.states, request.hold_id, holds)
-            return pb.MatchReply(
-                chunks=answer.chunks,
-                tokens=answer.tokens,
-                states=answer.states,
-                payload_bytes=answer.payload_bytes,
-                eta_ms=answer.eta_ms,
-            )
+            return self._matched(request, run, answer, holds)
+
+    def _matched(
+        self, request: pb.MatchRequest, run: Run, answer: MatchAnswer, holds: HoldSink | None
+    ) -> pb.MatchReply:
+        if request.hold and holds is not None:
+            self._hold(run, answer.states, request.hold_id, holds)
+        return pb.MatchReply(
+            chunks=answer.chunks,
+            tokens=answer.tokens,
+            states=answer.states,
+            payload_bytes=answer.payload_bytes,
+            eta_ms=answer.eta_ms,
+        )
 
     def _hold(self, run: Run, states: bytes, hold_id: int, holds: HoldSink) -> None:
         keys, charged_bytes = self.store.hold(run, states)
@@ -259,7 +279,9 @@ class Dispatcher:
             run = self.run_of(request.run, request.ctx)
             check.check_delete(request)
             corrupt = request.reason == pb.DeleteRequest.CORRUPT
-            return pb.DeleteReply(deleted=await self.finish(self.store.delete(run, corrupt)))
+            _, deadline = self.deadlines(caller, request.ctx)
+            work = self.store.delete(run, corrupt, deadline)
+            return pb.DeleteReply(deleted=await self.finish(work))
 
     async def prefetch(self, request: pb.PrefetchRequest, caller: Caller) -> pb.PrefetchReply:
         """Bring chunks into RAM."""

@@ -80,6 +80,7 @@ class Calls:
                 admin.DrainVolumeRequest, d.operators.drain_volume, Waits.OUTCOME
             ),
             methods.SCRUB: self._unary(admin.ScrubRequest, d.operators.scrub),
+            methods.PURGE: self._unary(admin.PurgeRequest, d.operators.purge, Waits.OUTCOME),
             methods.ACQUIRE: grpc.unary_stream_rpc_method_handler(_unimplemented),
             methods.RESERVE: grpc.unary_unary_rpc_method_handler(_unimplemented),
             methods.COMMIT: grpc.unary_unary_rpc_method_handler(_unimplemented),

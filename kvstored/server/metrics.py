@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from kvstored import __version__
 from kvstored.looplag import LoopLag
+from kvstored.server.bucket_metrics import bucket_metrics
 from kvstored.server.local.figures import LocalFigures
 from kvstored.server.metric_families import counter, gauge
 from kvstored.server.volume_metrics import volume_metrics
@@ -141,6 +142,7 @@ class MetricsCollector(Collector):
         yield from _content_metrics(snapshot)
         yield from _tier_metrics(snapshot.status)
         yield from volume_metrics(snapshot.volumes)
+        yield from bucket_metrics(snapshot.status)
         yield from _memory_metrics(snapshot)
         yield _latency_metric(snapshot.latencies)
 

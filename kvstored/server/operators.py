@@ -22,6 +22,8 @@ from kvstored_client.proto import admin_pb2 as admin
 _log = logging.getLogger(__name__)
 
 RUNS_KEPT = 16
+MAX_PURGE_S = 110.0
+"""What a purge may take, for callers that give it longer."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,9 @@ class _Runs:
 
 
 class Operators:
-    """Serves Admin.ListVolumes, DrainVolume and Scrub. `volumes` None: there is no NVMe tier."""
+    """Serves Admin.ListVolumes, DrainVolume, Scrub and Purge. `volumes` None: there is no NVMe
+    tier.
+    """
 
     def __init__(self, host: OperatorHost, volumes: VolumesPort | None) -> None:
         self._host = host
@@ -100,11 +104,26 @@ class Operators:
                 raise BadRequest(f"there is no scrub {run}", "begin one, with run 0")
             return _progress(volumes, run, parts)
 
-    def _allowed(self, caller: Caller) -> VolumesPort:
-        """The volumes. Raises Unauthenticated, Draining or BadRequest."""
+    async def purge(self, request: admin.PurgeRequest, caller: Caller) -> admin.PurgeReply:
+        """Drop everything of a namespace or tenant. Runs to its end once begun."""
+        with self._host.observed("purge", caller):
+            self._admit(caller)
+            deadline = min(caller.deadline, caller.started + MAX_PURGE_S)
+            named = {"namespace": request.namespace, "tenant": request.tenant}
+            _log.info("purging", extra={"fields": named})
+            work = self._host.store.purge(request.namespace, request.tenant, deadline)
+            chunks, objects = await self._host.finish(work)
+            return admin.PurgeReply(chunks=chunks, bucket_objects=objects)
+
+    def _admit(self, caller: Caller) -> None:
+        """Raises Unauthenticated or Draining."""
         self._host.auth.require_admin(caller.token, caller.transport)
         if self._host.draining:
             raise Draining("the daemon is stopping", "call again after a restart")
+
+    def _allowed(self, caller: Caller) -> VolumesPort:
+        """The volumes. Raises Unauthenticated, Draining or BadRequest."""
+        self._admit(caller)
         if self._volumes is None:
             raise BadRequest("there is no NVMe tier, hence no volume", "set nvme.enabled")
         return self._volumes

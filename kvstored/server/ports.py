@@ -90,6 +90,9 @@ class StorePort(Protocol):
     def match(self, run: Run, mode: int, depth: int) -> MatchAnswer:
         """Look chunks up."""
 
+    async def match_pool(self, run: Run, mode: int, deadline: float) -> MatchAnswer:
+        """Look chunks up, in the shared bucket too where there is one."""
+
     def open_get(self, run: Run, deadline: float, bypass_ram: bool = False) -> GetStreamPort:
         """Begin to read."""
 
@@ -122,11 +125,14 @@ class StorePort(Protocol):
     async def abort_put(self, ticket: PutTicket) -> None:
         """Give the room back; idempotent."""
 
+    async def purge(self, namespace: str, tenant: str, deadline: float) -> tuple[int, int]:
+        """Drop everything of a namespace or tenant: chunks here, objects in the bucket."""
+
     def touch(self, run: Run, ttl_ms: int) -> bytes:
         """Mark as used; ChunkStates."""
 
-    async def delete(self, run: Run, corrupt: bool = False) -> int:
-        """Drop chunks; how many."""
+    async def delete(self, run: Run, corrupt: bool = False, deadline: float | None = None) -> int:
+        """Drop chunks; how many. `deadline`: for the bucket."""
 
     async def prefetch(self, run: Run, deadline: float) -> bytes:
         """Bring chunks into RAM; ChunkStates."""
@@ -176,6 +182,7 @@ class OperatorHost(Protocol):
     """What operators' verbs share with the others; the dispatcher fulfils it."""
 
     auth: Auth
+    store: StorePort
 
     @property
     def draining(self) -> bool:

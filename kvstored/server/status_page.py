@@ -26,6 +26,7 @@ def status_page(
         "dirty_bytes": status.dirty_bytes,
         "leased_bytes": status.leased_bytes,
         "tiers": [plain(tier) for tier in status.tiers],
+        "bucket": plain(status.bucket) if status.HasField("bucket") else None,
         "volumes": [plain(volume) for volume in volumes.volumes],
         "write_amplification": volumes.write_amplification or None,
     }

@@ -253,6 +253,10 @@ class Offering:
             slots = hashes % np.uint64(SLOTS)
             self._offered[slots[self._offered[slots] == hashes]] = 0
 
+    def forget(self) -> None:
+        """Anything may be offered again."""
+        self._offered[:] = 0
+
     def ended(self, upload: _Upload, outcome: Outcome) -> None:
         """An offer has come to its end."""
         self._released()

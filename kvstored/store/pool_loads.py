@@ -116,6 +116,7 @@ class PoolLoads:
         self._promote_below_bytes = promote_below_bytes
         self._loads: dict[ObjectName, _Load] = {}
         self._deleting: Counter[tuple[str, bytes]] = Counter()  # (namespace, key)
+        self._purging: Counter[str] = Counter()  # namespaces
         self._known: OrderedDict[ObjectName, tuple[int, float]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -133,7 +134,7 @@ class PoolLoads:
         for item in wanted:
             future: asyncio.Future[Loaded] = loop.create_future()
             futures.append(future)
-            if (ns.name, item.key) in self._deleting:
+            if (ns.name, item.key) in self._deleting or ns.name in self._purging:
                 future.set_result(Loaded(NONE, int(pb.MISS_DELETED)))
                 continue
             name = item.name_in(ns)
@@ -169,6 +170,18 @@ class PoolLoads:
             self._deleting[namespace, key] -= 1
             if not self._deleting[namespace, key]:
                 del self._deleting[namespace, key]
+
+    def begin_purge(self, namespace: str) -> None:
+        """As `begin_delete`, of everything of a namespace."""
+        self._purging[namespace] += 1
+        for load in [load for load in self._loads.values() if load.ns.name == namespace]:
+            self._end(load, NONE, int(pb.MISS_DELETED))
+
+    def end_purge(self, namespace: str) -> None:
+        """The twin of `begin_purge`."""
+        self._purging[namespace] -= 1
+        if not self._purging[namespace]:
+            del self._purging[namespace]
 
     async def close(self) -> None:
         """End the loads under way; their waiters have missed."""

@@ -35,10 +35,12 @@ SLICE_NAMES = 1000
 class PoolingSettings:
     """`write_back`: which chunks go up (kvstored.tiers.object.policy). `promote_below_bytes`: what
     is brought goes to NVMe as well as long as fewer bytes wait to be written; 0: never.
+    `cap_bytes`: the janitor's, to be shown.
     """
 
     write_back: str = "all"
     promote_below_bytes: int = 0
+    cap_bytes: int = 0
 
 
 Here = Callable[[], Awaitable[tuple[int, Sequence[bytes]]]]
@@ -61,6 +63,7 @@ class Pooling:
     ) -> None:
         """`released()` is called whenever leases ended, for those who wait for room."""
         self.pool = pool
+        self.cap_bytes = settings.cap_bytes
         self.loads = PoolLoads(pool, ram, residency, room, writer, settings.promote_below_bytes)
         self.offering = Offering(
             pool, make_policy(settings.write_back), ram, loader, residency, released
@@ -143,11 +146,23 @@ class Pooling:
                 )
             await asyncio.sleep(0)  # others have their turn
 
-    async def delete_all(self, ns: Namespace, tenant: str, deadline: float) -> int:
-        """Drop everything of a namespace, or of one of its tenants unless "", from the bucket,
-        whichever node stored it; how many objects. Raises KvstoredError where some may be left.
+    async def purge(
+        self, namespace: str, tenant: str, deadline: float, here: Callable[[], Awaitable[int]]
+    ) -> tuple[int, int]:
+        """Drop everything of a namespace, or of one of its tenants unless "": from the local tiers
+        by `here`, and from the bucket, whichever node stored it. What `here` gave, and how many
+        objects the bucket dropped. Raises KvstoredError where some may be left.
         """
-        swept = await self.pool.delete_all(ns.name, tenant, deadline)
+        self.loads.begin_purge(namespace)
+        try:
+            chunks = await here()
+            self.offering.forget()
+            return chunks, await self._purge(namespace, tenant, deadline)
+        finally:
+            self.loads.end_purge(namespace)
+
+    async def _purge(self, namespace: str, tenant: str, deadline: float) -> int:
+        swept = await self.pool.delete_all(namespace, tenant, deadline)
         if swept.outcome is not Outcome.OK:
             raise errors.BucketSilent(
                 f"{swept.objects} objects are deleted from the bucket; some may be left "

@@ -32,6 +32,7 @@ from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
 from kvstored.store.pooling import Pooling, PoolingSettings
+from kvstored.store.purging import purge_here
 from kvstored.store.putting import Putter
 from kvstored.store.rates import Rates
 from kvstored.store.reading import GetStream
@@ -466,6 +467,26 @@ class Store:
             if rows and first:
                 await asyncio.sleep(0)  # others have their turn between slices
         return dropped
+
+    async def purge(self, namespace: str, tenant: str, deadline: float) -> tuple[int, int]:
+        """Drop everything of a namespace, or of one of its tenants unless "": chunks of this node,
+        and objects of the bucket, whichever node stored them; how many of each.
+
+        Raises BadRequest for a namespace that nothing can be known of, KvstoredError where some may
+        be left by the deadline (time.monotonic()).
+        """
+        ns = self.namespaces.get(namespace)
+        if not namespace or (ns is None and self.pooling is None):
+            raise errors.BadRequest(
+                f"there is no namespace {namespace!r}", "name one of the daemon's"
+            )
+
+        async def here() -> int:
+            return await purge_here(ns, tenant, self._delete_here) if ns is not None else 0
+
+        if self.pooling is None:
+            return await here(), 0
+        return await self.pooling.purge(namespace, tenant, deadline, here)
 
     async def prefetch(self, run: Run, deadline: float) -> bytes:
         """Bring the run's leading chunks into RAM, as many as half of the namespace's RAM cap

@@ -10,6 +10,7 @@ from kvstored import __version__, errors
 from kvstored.store.accounting import Accounts
 from kvstored.store.index import NONE
 from kvstored.store.namespace import Namespace
+from kvstored.store.pooling import Pooling
 from kvstored.store.residency import TIER_LABEL, now_ms
 from kvstored.store.writer import Writer
 from kvstored.tiers.base import Tier, TierKind
@@ -36,6 +37,7 @@ class Figures(Protocol):
     ram: RamTier
     tiers: dict[TierKind, Tier]
     writer: Writer | None
+    pooling: Pooling | None
 
 
 def list_page(ns: Namespace, family: bytes, cursor: bytes, limit: int) -> pb.ListReply:
@@ -138,4 +140,41 @@ def status_reply(store: Figures) -> admin_pb2.StatusReply:
                 charged_bytes=store.accounts.namespace_bytes(name, TIER_LABEL[kind]),
                 cap_bytes=store.namespace_caps.get((name, kind), usage.cap_bytes),
             )
+    if store.pooling is not None:
+        _add_bucket(reply, store.pooling)
     return reply
+
+
+def _add_bucket(reply: admin_pb2.StatusReply, pooling: Pooling) -> None:
+    """The shared bucket, and its line among the tiers: known only as far as the janitor listed
+    it, and charged to nobody here.
+    """
+    now = pooling.pool.status()
+    reply.tiers.add(
+        name=TIER_LABEL[TierKind.OBJECT],
+        cap_bytes=pooling.cap_bytes,
+        footprint_bytes=now.known_bytes,
+        charged_bytes=now.known_bytes,
+        objects=now.known_objects,
+        health=now.health,
+        mode=now.url.partition(":")[0],
+    )
+    reply.bucket.CopyFrom(
+        admin_pb2.BucketStatus(
+            url=now.url,
+            health=now.health,
+            backlog_objects=now.backlog_objects,
+            backlog_bytes=now.backlog_bytes,
+            in_flight=now.in_flight,
+            uploaded_bytes=now.uploaded_bytes,
+            fetched_bytes=now.fetched_bytes,
+            known_bytes=now.known_bytes,
+            known_objects=now.known_objects,
+            cap_bytes=pooling.cap_bytes,
+            janitor=now.janitor,
+            outcomes=[
+                admin_pb2.BucketOutcome(verb=verb, outcome=outcome, count=count)
+                for (verb, outcome), count in sorted(now.outcomes.items())
+            ],
+        )
+    )

@@ -10,7 +10,7 @@ import pytest
 from store.pool_memory import MemoryPool, Shelf, node
 from store.support_store import MIB, Client, client, payload, settle, tokens
 
-from kvstored.errors import BucketSilent
+from kvstored.errors import BadRequest, BucketSilent
 from kvstored.store.api import Run
 from kvstored.tiers.base import TierKind
 from kvstored.tiers.object.api import ObjectName, Outcome
@@ -223,8 +223,7 @@ async def test_what_nvme_has_lost_comes_from_the_bucket(tmp_path: Path) -> None:
         _flip(tmp_path / "a", data[1])
         got, states = await c.get(run)
         assert [got[i] for i in range(3)] == data
-        # What lay below the rotten chunk went with it.
-        assert list(states) == [pb.IN_NVME, pb.IN_OBJECT, pb.IN_OBJECT]
+        assert list(states) == [pb.IN_NVME, pb.IN_OBJECT, pb.IN_NVME]
         assert store.accounts.checksum_failures["nvme"] == 1
 
 
@@ -486,3 +485,47 @@ async def test_what_the_last_life_owed_goes_up(tmp_path: Path) -> None:
         await second.drained()
         assert set(shelf.objects) == set(names(run))
         assert second.disowned == [elsewhere]
+
+
+async def test_a_purge_reaches_what_others_stored(tmp_path: Path) -> None:
+    shelf = Shelf()
+    await fill(shelf, 3)
+    pool = MemoryPool(shelf)
+    async with node(pool, tmp_path) as store:
+        mine = await client(store, tenant="acme")
+        run = mine.run(tokens(4, seed=3))
+        await mine.put(run, bytes_of(4), durable=True)
+        await pool.drained()
+        assert len(shelf.objects) == 7
+        assert await store.purge("default", "acme", soon()) == (4, 4)
+        assert set(shelf.objects) == set(names(mine.run(tokens(3))))
+        await mine.get(mine.run(tokens(3)))
+        pool.refuses_deletes = True
+        with pytest.raises(BucketSilent, match="call it again"):
+            await store.purge("default", "", soon())
+        pool.refuses_deletes = False
+        assert await store.purge("default", "", soon()) == (0, 3)
+        assert not store.namespaces["default"].index.chunk_count
+        await mine.put(run, bytes_of(4), durable=True)
+        await pool.drained()
+        assert len(shelf.objects) == 4
+        with pytest.raises(BadRequest):
+            await store.purge("", "", soon())
+
+
+async def test_a_load_that_began_before_a_purge_brings_nothing_back() -> None:
+    shelf = Shelf()
+    await fill(shelf, 3)
+    pool = MemoryPool(shelf)
+    async with node(pool) as store:
+        c = await client(store)
+        run = c.run(tokens(3))
+        pool.gate.clear()
+        reader = asyncio.ensure_future(c.get(run))
+        await pool.fetching.wait()
+        await store.purge("default", "", soon())
+        pool.gate.set()
+        got, states = await reader
+        assert not got
+        assert states[0] == pb.MISS_DELETED
+        assert not store.namespaces["default"].index.chunk_count

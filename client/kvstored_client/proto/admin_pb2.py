@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x61\x64min.proto\x12\x0bkvstored.v1\"\x0f\n\rStatusRequest\"\x8c\x02\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\r\n\x05phase\x18\x04 \x01(\t\x12&\n\x05tiers\x18\x05 \x03(\x0b\x32\x17.kvstored.v1.TierStatus\x12\x30\n\nnamespaces\x18\x06 \x03(\x0b\x32\x1c.kvstored.v1.NamespaceStatus\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\x04\x12\x0f\n\x07objects\x18\x08 \x01(\x04\x12\x13\n\x0b\x64irty_bytes\x18\t \x01(\x04\x12\x14\n\x0cleased_bytes\x18\n \x01(\x04\x12\x10\n\x08\x66\x61milies\x18\x0b \x01(\r\"\x8c\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tcap_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x66ootprint_bytes\x18\x03 \x01(\x04\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07objects\x18\x05 \x01(\x04\x12\x0e\n\x06health\x18\x06 \x01(\t\x12\x0c\n\x04mode\x18\x07 \x01(\t\"W\n\x0fNamespaceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x15\n\rcharged_bytes\x18\x03 \x01(\x04\x12\x11\n\tcap_bytes\x18\x04 \x01(\x04\"\x14\n\x12ListVolumesRequest\"[\n\x10ListVolumesReply\x12*\n\x07volumes\x18\x01 \x03(\x0b\x32\x19.kvstored.v1.VolumeStatus\x12\x1b\n\x13write_amplification\x18\x02 \x01(\x01\"\xd4\x03\n\x0cVolumeStatus\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x0c\n\x04mode\x18\x06 \x01(\t\x12\x11\n\tcap_bytes\x18\x07 \x01(\x04\x12\x17\n\x0f\x66ootprint_bytes\x18\x08 \x01(\x04\x12\x15\n\rcharged_bytes\x18\t \x01(\x04\x12\x0f\n\x07objects\x18\n \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x0b \x01(\x01\x12\x19\n\x11write_bytes_per_s\x18\x0c \x01(\x01\x12)\n\x06\x65rrors\x18\r \x03(\x0b\x32\x19.kvstored.v1.VolumeErrors\x12\x12\n\nread_bytes\x18\x0e \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0f \x01(\x04\x12\x16\n\x0e\x61\x63\x63\x65pted_bytes\x18\x10 \x01(\x04\x12\x15\n\rregions_total\x18\x11 \x01(\r\x12\x14\n\x0cregions_free\x18\x12 \x01(\r\x12\x19\n\x11regions_abandoned\x18\x13 \x01(\r\x12\'\n\x05scrub\x18\x14 \x01(\x0b\x32\x18.kvstored.v1.ScrubStatus\",\n\x0cVolumeErrors\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x96\x02\n\x0bScrubStatus\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x11\n\ton_demand\x18\x02 \x01(\x08\x12\x10\n\x08last_end\x18\x03 \x01(\t\x12\x14\n\x0clast_done_ms\x18\x04 \x01(\x04\x12\x13\n\x0bpasses_done\x18\x05 \x01(\x04\x12\x14\n\x0cpass_objects\x18\x06 \x01(\x04\x12\x12\n\npass_bytes\x18\x07 \x01(\x04\x12\x18\n\x10scrubbed_objects\x18\x08 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\t \x01(\x04\x12\x17\n\x0f\x64ropped_objects\x18\n \x01(\x04\x12\x15\n\rdropped_bytes\x18\x0b \x01(\x04\x12\x1a\n\x12unreadable_objects\x18\x0c \x01(\x04\"\"\n\x12\x44rainVolumeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x12\n\x10\x44rainVolumeReply\"E\n\x0cScrubRequest\x12\x0e\n\x06volume\x18\x01 \x01(\t\x12\x18\n\x10rate_bytes_per_s\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\x04\"T\n\nScrubReply\x12\x0b\n\x03run\x18\x01 \x01(\x04\x12+\n\x07volumes\x18\x02 \x03(\x0b\x32\x1a.kvstored.v1.ScrubProgress\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\xbd\x01\n\rScrubProgress\x12\x0e\n\x06volume\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07objects\x18\x03 \x01(\x04\x12\x18\n\x10scrubbed_objects\x18\x04 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_objects\x18\x06 \x01(\x04\x12\x15\n\rdropped_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12unreadable_objects\x18\x08 \x01(\x04\x32\xa2\x02\n\x05\x41\x64min\x12>\n\x06Status\x12\x1a.kvstored.v1.StatusRequest\x1a\x18.kvstored.v1.StatusReply\x12M\n\x0bListVolumes\x12\x1f.kvstored.v1.ListVolumesRequest\x1a\x1d.kvstored.v1.ListVolumesReply\x12M\n\x0b\x44rainVolume\x12\x1f.kvstored.v1.DrainVolumeRequest\x1a\x1d.kvstored.v1.DrainVolumeReply\x12;\n\x05Scrub\x12\x19.kvstored.v1.ScrubRequest\x1a\x17.kvstored.v1.ScrubReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x61\x64min.proto\x12\x0bkvstored.v1\"\x0f\n\rStatusRequest\"\xb7\x02\n\x0bStatusReply\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x12\n\nboot_epoch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\r\n\x05phase\x18\x04 \x01(\t\x12&\n\x05tiers\x18\x05 \x03(\x0b\x32\x17.kvstored.v1.TierStatus\x12\x30\n\nnamespaces\x18\x06 \x03(\x0b\x32\x1c.kvstored.v1.NamespaceStatus\x12\x0e\n\x06\x63hunks\x18\x07 \x01(\x04\x12\x0f\n\x07objects\x18\x08 \x01(\x04\x12\x13\n\x0b\x64irty_bytes\x18\t \x01(\x04\x12\x14\n\x0cleased_bytes\x18\n \x01(\x04\x12\x10\n\x08\x66\x61milies\x18\x0b \x01(\r\x12)\n\x06\x62ucket\x18\x0c \x01(\x0b\x32\x19.kvstored.v1.BucketStatus\"\x9b\x02\n\x0c\x42ucketStatus\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0e\n\x06health\x18\x02 \x01(\t\x12\x17\n\x0f\x62\x61\x63klog_objects\x18\x03 \x01(\x04\x12\x15\n\rbacklog_bytes\x18\x04 \x01(\x04\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\x16\n\x0euploaded_bytes\x18\x06 \x01(\x04\x12\x15\n\rfetched_bytes\x18\x07 \x01(\x04\x12\x13\n\x0bknown_bytes\x18\x08 \x01(\x04\x12\x15\n\rknown_objects\x18\t \x01(\x04\x12\x11\n\tcap_bytes\x18\n \x01(\x04\x12\x0f\n\x07janitor\x18\x0b \x01(\t\x12,\n\x08outcomes\x18\x0c \x03(\x0b\x32\x1a.kvstored.v1.BucketOutcome\"=\n\rBucketOutcome\x12\x0c\n\x04verb\x18\x01 \x01(\t\x12\x0f\n\x07outcome\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\x8c\x01\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tcap_bytes\x18\x02 \x01(\x04\x12\x17\n\x0f\x66ootprint_bytes\x18\x03 \x01(\x04\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07objects\x18\x05 \x01(\x04\x12\x0e\n\x06health\x18\x06 \x01(\t\x12\x0c\n\x04mode\x18\x07 \x01(\t\"W\n\x0fNamespaceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04tier\x18\x02 \x01(\t\x12\x15\n\rcharged_bytes\x18\x03 \x01(\x04\x12\x11\n\tcap_bytes\x18\x04 \x01(\x04\"\x14\n\x12ListVolumesRequest\"[\n\x10ListVolumesReply\x12*\n\x07volumes\x18\x01 \x03(\x0b\x32\x19.kvstored.v1.VolumeStatus\x12\x1b\n\x13write_amplification\x18\x02 \x01(\x01\"\xd4\x03\n\x0cVolumeStatus\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x0c\n\x04mode\x18\x06 \x01(\t\x12\x11\n\tcap_bytes\x18\x07 \x01(\x04\x12\x17\n\x0f\x66ootprint_bytes\x18\x08 \x01(\x04\x12\x15\n\rcharged_bytes\x18\t \x01(\x04\x12\x0f\n\x07objects\x18\n \x01(\x04\x12\x18\n\x10read_bytes_per_s\x18\x0b \x01(\x01\x12\x19\n\x11write_bytes_per_s\x18\x0c \x01(\x01\x12)\n\x06\x65rrors\x18\r \x03(\x0b\x32\x19.kvstored.v1.VolumeErrors\x12\x12\n\nread_bytes\x18\x0e \x01(\x04\x12\x15\n\rwritten_bytes\x18\x0f \x01(\x04\x12\x16\n\x0e\x61\x63\x63\x65pted_bytes\x18\x10 \x01(\x04\x12\x15\n\rregions_total\x18\x11 \x01(\r\x12\x14\n\x0cregions_free\x18\x12 \x01(\r\x12\x19\n\x11regions_abandoned\x18\x13 \x01(\r\x12\'\n\x05scrub\x18\x14 \x01(\x0b\x32\x18.kvstored.v1.ScrubStatus\",\n\x0cVolumeErrors\x12\r\n\x05stage\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\x96\x02\n\x0bScrubStatus\x12\x0f\n\x07running\x18\x01 \x01(\x08\x12\x11\n\ton_demand\x18\x02 \x01(\x08\x12\x10\n\x08last_end\x18\x03 \x01(\t\x12\x14\n\x0clast_done_ms\x18\x04 \x01(\x04\x12\x13\n\x0bpasses_done\x18\x05 \x01(\x04\x12\x14\n\x0cpass_objects\x18\x06 \x01(\x04\x12\x12\n\npass_bytes\x18\x07 \x01(\x04\x12\x18\n\x10scrubbed_objects\x18\x08 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\t \x01(\x04\x12\x17\n\x0f\x64ropped_objects\x18\n \x01(\x04\x12\x15\n\rdropped_bytes\x18\x0b \x01(\x04\x12\x1a\n\x12unreadable_objects\x18\x0c \x01(\x04\"\"\n\x12\x44rainVolumeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x12\n\x10\x44rainVolumeReply\"E\n\x0cScrubRequest\x12\x0e\n\x06volume\x18\x01 \x01(\t\x12\x18\n\x10rate_bytes_per_s\x18\x02 \x01(\x04\x12\x0b\n\x03run\x18\x03 \x01(\x04\"T\n\nScrubReply\x12\x0b\n\x03run\x18\x01 \x01(\x04\x12+\n\x07volumes\x18\x02 \x03(\x0b\x32\x1a.kvstored.v1.ScrubProgress\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\xbd\x01\n\rScrubProgress\x12\x0e\n\x06volume\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0f\n\x07objects\x18\x03 \x01(\x04\x12\x18\n\x10scrubbed_objects\x18\x04 \x01(\x04\x12\x16\n\x0escrubbed_bytes\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_objects\x18\x06 \x01(\x04\x12\x15\n\rdropped_bytes\x18\x07 \x01(\x04\x12\x1a\n\x12unreadable_objects\x18\x08 \x01(\x04\"1\n\x0cPurgeRequest\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"4\n\nPurgeReply\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\x16\n\x0e\x62ucket_objects\x18\x02 \x01(\x04\x32\xdf\x02\n\x05\x41\x64min\x12>\n\x06Status\x12\x1a.kvstored.v1.StatusRequest\x1a\x18.kvstored.v1.StatusReply\x12M\n\x0bListVolumes\x12\x1f.kvstored.v1.ListVolumesRequest\x1a\x1d.kvstored.v1.ListVolumesReply\x12M\n\x0b\x44rainVolume\x12\x1f.kvstored.v1.DrainVolumeRequest\x1a\x1d.kvstored.v1.DrainVolumeReply\x12;\n\x05Scrub\x12\x19.kvstored.v1.ScrubRequest\x1a\x17.kvstored.v1.ScrubReply\x12;\n\x05Purge\x12\x19.kvstored.v1.PurgeRequest\x1a\x17.kvstored.v1.PurgeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,31 +24,39 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STATUSREQUEST']._serialized_start=28
   _globals['_STATUSREQUEST']._serialized_end=43
   _globals['_STATUSREPLY']._serialized_start=46
-  _globals['_STATUSREPLY']._serialized_end=314
-  _globals['_TIERSTATUS']._serialized_start=317
-  _globals['_TIERSTATUS']._serialized_end=457
-  _globals['_NAMESPACESTATUS']._serialized_start=459
-  _globals['_NAMESPACESTATUS']._serialized_end=546
-  _globals['_LISTVOLUMESREQUEST']._serialized_start=548
-  _globals['_LISTVOLUMESREQUEST']._serialized_end=568
-  _globals['_LISTVOLUMESREPLY']._serialized_start=570
-  _globals['_LISTVOLUMESREPLY']._serialized_end=661
-  _globals['_VOLUMESTATUS']._serialized_start=664
-  _globals['_VOLUMESTATUS']._serialized_end=1132
-  _globals['_VOLUMEERRORS']._serialized_start=1134
-  _globals['_VOLUMEERRORS']._serialized_end=1178
-  _globals['_SCRUBSTATUS']._serialized_start=1181
-  _globals['_SCRUBSTATUS']._serialized_end=1459
-  _globals['_DRAINVOLUMEREQUEST']._serialized_start=1461
-  _globals['_DRAINVOLUMEREQUEST']._serialized_end=1495
-  _globals['_DRAINVOLUMEREPLY']._serialized_start=1497
-  _globals['_DRAINVOLUMEREPLY']._serialized_end=1515
-  _globals['_SCRUBREQUEST']._serialized_start=1517
-  _globals['_SCRUBREQUEST']._serialized_end=1586
-  _globals['_SCRUBREPLY']._serialized_start=1588
-  _globals['_SCRUBREPLY']._serialized_end=1672
-  _globals['_SCRUBPROGRESS']._serialized_start=1675
-  _globals['_SCRUBPROGRESS']._serialized_end=1864
-  _globals['_ADMIN']._serialized_start=1867
-  _globals['_ADMIN']._serialized_end=2157
+  _globals['_STATUSREPLY']._serialized_end=357
+  _globals['_BUCKETSTATUS']._serialized_start=360
+  _globals['_BUCKETSTATUS']._serialized_end=643
+  _globals['_BUCKETOUTCOME']._serialized_start=645
+  _globals['_BUCKETOUTCOME']._serialized_end=706
+  _globals['_TIERSTATUS']._serialized_start=709
+  _globals['_TIERSTATUS']._serialized_end=849
+  _globals['_NAMESPACESTATUS']._serialized_start=851
+  _globals['_NAMESPACESTATUS']._serialized_end=938
+  _globals['_LISTVOLUMESREQUEST']._serialized_start=940
+  _globals['_LISTVOLUMESREQUEST']._serialized_end=960
+  _globals['_LISTVOLUMESREPLY']._serialized_start=962
+  _globals['_LISTVOLUMESREPLY']._serialized_end=1053
+  _globals['_VOLUMESTATUS']._serialized_start=1056
+  _globals['_VOLUMESTATUS']._serialized_end=1524
+  _globals['_VOLUMEERRORS']._serialized_start=1526
+  _globals['_VOLUMEERRORS']._serialized_end=1570
+  _globals['_SCRUBSTATUS']._serialized_start=1573
+  _globals['_SCRUBSTATUS']._serialized_end=1851
+  _globals['_DRAINVOLUMEREQUEST']._serialized_start=1853
+  _globals['_DRAINVOLUMEREQUEST']._serialized_end=1887
+  _globals['_DRAINVOLUMEREPLY']._serialized_start=1889
+  _globals['_DRAINVOLUMEREPLY']._serialized_end=1907
+  _globals['_SCRUBREQUEST']._serialized_start=1909
+  _globals['_SCRUBREQUEST']._serialized_end=1978
+  _globals['_SCRUBREPLY']._serialized_start=1980
+  _globals['_SCRUBREPLY']._serialized_end=2064
+  _globals['_SCRUBPROGRESS']._serialized_start=2067
+  _globals['_SCRUBPROGRESS']._serialized_end=2256
+  _globals['_PURGEREQUEST']._serialized_start=2258
+  _globals['_PURGEREQUEST']._serialized_end=2307
+  _globals['_PURGEREPLY']._serialized_start=2309
+  _globals['_PURGEREPLY']._serialized_end=2361
+  _globals['_ADMIN']._serialized_start=2364
+  _globals['_ADMIN']._serialized_end=2715
 # @@protoc_insertion_point(module_scope)

@@ -10,7 +10,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("version", "boot_epoch", "uptime_ms", "phase", "tiers", "namespaces", "chunks", "objects", "dirty_bytes", "leased_bytes", "families")
+    __slots__ = ("version", "boot_epoch", "uptime_ms", "phase", "tiers", "namespaces", "chunks", "objects", "dirty_bytes", "leased_bytes", "families", "bucket")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class StatusReply(_message.Message):
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FAMILIES_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
     version: str
     boot_epoch: int
     uptime_ms: int
@@ -33,7 +34,46 @@ class StatusReply(_message.Message):
     dirty_bytes: int
     leased_bytes: int
     families: int
-    def __init__(self, version: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., phase: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., chunks: _Optional[int] = ..., objects: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., families: _Optional[int] = ...) -> None: ...
+    bucket: BucketStatus
+    def __init__(self, version: _Optional[str] = ..., boot_epoch: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., phase: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., chunks: _Optional[int] = ..., objects: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., leased_bytes: _Optional[int] = ..., families: _Optional[int] = ..., bucket: _Optional[_Union[BucketStatus, _Mapping]] = ...) -> None: ...
+
+class BucketStatus(_message.Message):
+    __slots__ = ("url", "health", "backlog_objects", "backlog_bytes", "in_flight", "uploaded_bytes", "fetched_bytes", "known_bytes", "known_objects", "cap_bytes", "janitor", "outcomes")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    UPLOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JANITOR_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    health: str
+    backlog_objects: int
+    backlog_bytes: int
+    in_flight: int
+    uploaded_bytes: int
+    fetched_bytes: int
+    known_bytes: int
+    known_objects: int
+    cap_bytes: int
+    janitor: str
+    outcomes: _containers.RepeatedCompositeFieldContainer[BucketOutcome]
+    def __init__(self, url: _Optional[str] = ..., health: _Optional[str] = ..., backlog_objects: _Optional[int] = ..., backlog_bytes: _Optional[int] = ..., in_flight: _Optional[int] = ..., uploaded_bytes: _Optional[int] = ..., fetched_bytes: _Optional[int] = ..., known_bytes: _Optional[int] = ..., known_objects: _Optional[int] = ..., cap_bytes: _Optional[int] = ..., janitor: _Optional[str] = ..., outcomes: _Optional[_Iterable[_Union[BucketOutcome, _Mapping]]] = ...) -> None: ...
+
+class BucketOutcome(_message.Message):
+    __slots__ = ("verb", "outcome", "count")
+    VERB_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    verb: str
+    outcome: str
+    count: int
+    def __init__(self, verb: _Optional[str] = ..., outcome: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "cap_bytes", "footprint_bytes", "charged_bytes", "objects", "health", "mode")
@@ -206,3 +246,19 @@ class ScrubProgress(_message.Message):
     dropped_bytes: int
     unreadable_objects: int
     def __init__(self, volume: _Optional[str] = ..., state: _Optional[str] = ..., objects: _Optional[int] = ..., scrubbed_objects: _Optional[int] = ..., scrubbed_bytes: _Optional[int] = ..., dropped_objects: _Optional[int] = ..., dropped_bytes: _Optional[int] = ..., unreadable_objects: _Optional[int] = ...) -> None: ...
+
+class PurgeRequest(_message.Message):
+    __slots__ = ("namespace", "tenant")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    tenant: str
+    def __init__(self, namespace: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class PurgeReply(_message.Message):
+    __slots__ = ("chunks", "bucket_objects")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    bucket_objects: int
+    def __init__(self, chunks: _Optional[int] = ..., bucket_objects: _Optional[int] = ...) -> None: ...

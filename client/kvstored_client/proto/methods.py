@@ -117,6 +117,7 @@ DRAIN_VOLUME = _unary(
     "DrainVolume", admin.DrainVolumeRequest, admin.DrainVolumeReply, ADMIN_SERVICE
 )
 SCRUB = _unary("Scrub", admin.ScrubRequest, admin.ScrubReply, ADMIN_SERVICE)
+PURGE = _unary("Purge", admin.PurgeRequest, admin.PurgeReply, ADMIN_SERVICE)
 
 METHODS: tuple[Method, ...] = (
     HELLO,
@@ -138,5 +139,6 @@ METHODS: tuple[Method, ...] = (
     LIST_VOLUMES,
     DRAIN_VOLUME,
     SCRUB,
+    PURGE,
 )
 """Every method of both services, in the order of the proto files."""

@@ -51,7 +51,7 @@ _MESSAGES: dict[int, type[Message]] = {
 _NO_RUN = {Kind.HELLO, Kind.LIST, Kind.USAGE}  # they name the namespace themselves
 _NO_NAMESPACE = {Kind.RELEASE, Kind.COMMIT}  # they name an id of the session
 _RELEASED = pb.ReleaseReply()
-_ENDS_WITHOUT_HARM = {Kind.HELLO, Kind.PREFETCH, Kind.RESERVE, Kind.ACQUIRE, Kind.PUT}
+_ENDS_WITHOUT_HARM = {Kind.MATCH, Kind.HELLO, Kind.PREFETCH, Kind.RESERVE, Kind.ACQUIRE, Kind.PUT}
 
 
 class _Running:
@@ -146,6 +146,12 @@ class Requests:
         kind, request_id = frame.kind, frame.request_id
         if kind == Kind.ACQUIRE:
             self._acquire(request, caller, request_id)
+        elif kind == Kind.MATCH and request.depth == pb.DEPTH_POOL:
+            self._start(
+                kind,
+                request_id,
+                lambda running: self._whole(running, self._match_pool, request, caller),
+            )
         elif (verb := self._at_once.get(kind)) is not None:
             reply = verb(request, caller)
             if request_id:
@@ -228,6 +234,9 @@ class Requests:
 
     def _match(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
         return self._dispatcher.match_now(request, caller, self._leases)
+
+    async def _match_pool(self, request: pb.MatchRequest, caller: Caller) -> pb.MatchReply:
+        return await self._dispatcher.match(request, caller, self._leases)
 
     def _release(self, request: pb.ReleaseRequest, _caller: Caller) -> pb.ReleaseReply:
         # More cannot be in use; passing over very many takes time that others wait for.

@@ -39,11 +39,13 @@ def test_the_search_finds_every_end_in_few_rounds(
 
 @given(st.lists(st.booleans(), min_size=1, max_size=300), st.integers(2, 20))
 def test_holes_neither_stop_nor_mislead_it(present: list[bool], width: int) -> None:
-    search = Gallop(len(present), width)
+    search, absent = Gallop(len(present), width), []
     while not search.done:
         questions = search.questions()
         search.answers(questions, [present[at] for at in questions])
+        absent += [at for at in questions if not present[at]]
     end = search.leading
+    assert all(at >= end for at in absent), "never beyond one that was seen"
     assert end == 0 or present[end - 1]
     assert end == len(present) or not present[end]
 

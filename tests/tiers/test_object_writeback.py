@@ -38,13 +38,18 @@ async def local(s3_server: S3Server, tmp_path: Path) -> AsyncIterator[Bench]:
         yield bench
 
 
+LEARNED: list[tuple[ObjectName, int]] = []
+
+
 def make(bench: Bench, owed: Owed | None = None, **limits: int) -> WriteBack:
+    LEARNED.clear()
     return WriteBack(
         bench.guarded,
         Creator(bench.guarded, 8 * MIB, 5.0, "node-1", now_ms=lambda: 1234),
-        owed or Owed(),
+        owed if owed is not None else Owed(),
         bench.supervisor,
         WriteBackLimits(**limits),
+        learned=lambda name, length: LEARNED.append((name, length)),
     )
 
 
@@ -88,6 +93,9 @@ async def test_another_nodes_object_stands(bench: Bench) -> None:
     before = {path(item): await bench.read(path(item)) for item in items}
     back.offer([item.offer() for item in items])
     assert await ended(items) == [Outcome.EXISTED, Outcome.CONFLICT, Outcome.LENGTH]
+    assert sorted(LEARNED, key=str) == sorted(
+        [(name_of(item.sample.meta), 5000) for item in items[:2]], key=str
+    )
     assert {path(item): await bench.read(path(item)) for item in items} == before
     counts = bench.guarded.counts()
     assert {o: counts["upload", o] for o in ("existed", "conflict", "length")} == dict.fromkeys(
@@ -347,6 +355,26 @@ async def test_what_is_owed_at_the_end_is_known_to_the_next_life(
     assert await after.close(5) == 0
     await supervisor.stop()
     assert await Owed(Journal(RealFiles(), tmp_path / "object")).open() == []
+
+
+async def test_what_is_owed_can_be_deleted_or_disowned(local: Bench, tmp_path: Path) -> None:
+    names = [name_of(giving(seed).sample.meta) for seed in range(4)]
+    owed = Owed(Journal(RealFiles(), tmp_path / "object"))
+    await owed.open()
+    for name in names:
+        owed.add(name)
+    await owed.flush()
+    owed = Owed(Journal(RealFiles(), tmp_path / "object"))
+    back = make(local, owed)
+    local.bucket.hold["put"] = asyncio.Event()
+    await back.open()
+    assert list(back.left) == names
+    back.offer([giving(0).offer()])
+    back.disown(names[:2])
+    assert [name in owed for name in names] == [True, False, True, True], "one is in the queue"
+    assert await back.delete(names[2:3], soon())
+    assert [name in owed for name in names] == [True, False, False, True]
+    assert await back.close(0.05) == 2
 
 
 async def test_a_clean_stop_brings_up_what_it_can(bench: Bench) -> None:

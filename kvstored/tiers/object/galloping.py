@@ -51,7 +51,6 @@ class Gallop:
         for at, there in zip(questions, present, strict=True):
             if not there:
                 self._end = min(self._end, at)
-                break
         for at, there in zip(questions, present, strict=True):
             if there and at < self._end:
                 self.leading = max(self.leading, at + 1)

@@ -73,6 +73,7 @@ bench: deps
 	$(BIN)/kvctl bench lookup --json
 	$(BIN)/kvctl bench disk --json
 	$(BIN)/kvctl bench restart --json
+	$(BIN)/kvctl bench engine --json
 
 # Paired with redis-server where that is installed.
 bench-peers: deps

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvstored import __version__
-from kvstored.kvctl import fsck, volumes
+from kvstored.kvctl import fsck, tiers, volumes
 
 _CHUNKS = "chunks are named by --family and --token-ids, or by --fingerprint and --keys"
 
@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
         ("usage", "what the namespace and its tenants hold"),
     ):
         commands.add_parser(name, help=text, description=text, parents=[common])
+    tiers.add(commands, common)
     volumes.add(commands, common)
     _list(commands, common)
     _match(commands, common)
@@ -194,6 +195,33 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="where the volume is made (where temporary files are)",
+    )
+    _bench_engine(benches, common)
+
+
+def _bench_engine(benches: Commands, common: argparse.ArgumentParser) -> None:
+    text = "the reference engine with and without kvstored; starts daemons of its own"
+    engine = benches.add_parser("engine", help=text, description=text, parents=[common])
+    engine.add_argument(
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="GGUF file, or Hugging Face directory (SmolLM2-135M-Instruct)",
+    )
+    engine.add_argument(
+        "--workloads",
+        metavar="A,B",
+        help="of chat, documents, rag, template, unique (all)",
+    )
+    engine.add_argument(
+        "--concurrency", metavar="N,N", help="sessions at a time (1,8,16; with --quick 1,2)"
+    )
+    engine.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="sessions in a cell at least (5)"
+    )
+    engine.add_argument("--png", type=Path, metavar="FILE", help="draw a picture (matplotlib)")
+    engine.add_argument(
+        "--quick", action="store_true", help="a tiny random model and short prompts: for tests"
     )
 
 

@@ -8,11 +8,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from kvstored.kvctl import arguments as command_line
-from kvstored.kvctl import chunks, fsck, text, volumes
+from kvstored.kvctl import chunks, fsck, text, tiers, volumes
 from kvstored.kvctl.access import Access
 from kvstored.kvctl.outcome import DONE, FAILED, WRONG_USAGE, Outcome, failure
 from kvstored.kvctl.selection import Mistake, hex_bytes
@@ -107,7 +107,10 @@ def _bench(args: argparse.Namespace, access: Access) -> Outcome:
         cases = BENCHES[args.bench](args, access)
     except BenchError as error:
         return failure(FAILED, str(error))
-    return Outcome(DONE, report.report(args.bench, cases), report.table(cases))
+    people = report.table
+    if args.bench == "engine":
+        from kvstored.bench.engine_report import table as people
+    return Outcome(DONE, report.report(args.bench, cases), people(cases))
 
 
 def _bench_remote(args: argparse.Namespace, access: Access) -> list[Case]:
@@ -184,6 +187,33 @@ def _bench_restart(args: argparse.Namespace, _access: Access) -> list[Case]:
     return restart.run(settings, _say)
 
 
+def _bench_engine(args: argparse.Namespace, _access: Access) -> list[Case]:
+    from kvstored.bench import engine, picture
+
+    if args.target:
+        raise Mistake("bench engine starts its own daemons")
+    if args.png is not None:
+        picture.check(args.png)  # before a quarter of an hour of measuring
+    default = engine.QUICK if args.quick else engine.Settings()
+    settings = replace(default, model=args.model, rounds=args.rounds)
+    if args.workloads:
+        settings = replace(settings, workloads=tuple(args.workloads.split(",")))
+    if args.concurrency:
+        settings = replace(settings, concurrencies=_numbers("--concurrency", args.concurrency))
+    cases = engine.run(settings, _say)
+    if args.png is not None:
+        picture.draw(cases, args.png)
+        _say(f"picture: {args.png}")
+    return cases
+
+
+def _numbers(option: str, words: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in words.split(","))
+    except ValueError as error:
+        raise Mistake(f"{option} {words}: write whole numbers") from error
+
+
 def _object_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     try:
         sizes = tuple(int(word) << 20 for word in args.object_mib.split(","))
@@ -205,11 +235,14 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
     "disk": _bench_disk,
     "lookup": _bench_lookup,
     "restart": _bench_restart,
+    "engine": _bench_engine,
 }
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Access], Outcome]] = {
     "status": _status,
     "usage": _usage,
+    "tiers": tiers.tiers,
+    "purge": tiers.purge,
     "volumes": volumes.volumes,
     "scrub": volumes.scrub,
     "list": _list,

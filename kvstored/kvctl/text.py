@@ -74,6 +74,39 @@ def status(answer: dict[str, Json]) -> str:
     return f"{head}\n\n{tiers}\n\n{namespaces}"
 
 
+def tiers(rows: list[dict[str, Json]], bucket: dict[str, Json] | None) -> str:
+    """The tiers, and what passes between this node and the bucket."""
+    figures = ("charged_bytes", "footprint_bytes", "cap_bytes")
+    lines = table(
+        ("tier", "charged", "footprint", "cap", "objects", "health", "mode"),
+        (
+            (
+                t["name"],
+                *(_bytes(dict(t), f) for f in figures),
+                t["objects"],
+                t["health"],
+                t["mode"],
+            )
+            for t in rows
+        ),
+    )
+    if bucket is None:
+        return f"{lines}\n\nno bucket (object.url)"
+    shown: dict[str, object] = dict(bucket)
+    outcomes = table(
+        ("request", "outcome", "count"),
+        ((o["verb"], o["outcome"], o["count"]) for o in _rows(shown["outcomes"])),
+    )
+    return (
+        f"{lines}\n\n{shown['url']}: {shown['health']}\n"
+        f"owed: {shown['backlog_objects']} objects, {_bytes(shown, 'backlog_bytes')}; "
+        f"{shown['in_flight']} under way\n"
+        f"since the start: {_bytes(shown, 'uploaded_bytes')} up, "
+        f"{_bytes(shown, 'fetched_bytes')} down\n"
+        f"janitor: {shown['janitor']}\n\n{outcomes}"
+    )
+
+
 def usage(answer: dict[str, Json]) -> str:
     """What a namespace holds."""
     tiers = table(

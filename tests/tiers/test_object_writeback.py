@@ -194,6 +194,23 @@ async def test_a_failure_is_repeated_and_an_outage_waited_for(
     assert await back.close(5) == 0
 
 
+@pytest.mark.parametrize("failure", [Outcome.NO_BUCKET, Outcome.DENIED, Outcome.NETWORK])
+async def test_a_single_object_is_not_given_up_for_the_buckets_sake(
+    local: Bench, failure: Outcome
+) -> None:
+    back = make(local, attempts=1)
+    await back.open()
+    local.bucket.fail |= {"put": [failure], "list": [failure]}
+    local.bucket.forever |= {"put", "list"}
+    item = giving(1)
+    back.offer([item.offer()])
+    await local.bucket.until(lambda: not local.guarded.closed)
+    assert back.backlog.objects == 1
+    local.bucket.fail.clear()
+    assert await ended([item]) == [Outcome.OK]
+    assert await back.close(5) == 0
+
+
 async def test_what_fails_while_others_go_up_is_given_up(local: Bench) -> None:
     back = make(local, attempts=2)
     await back.open()

@@ -40,6 +40,11 @@ TRANSIENT: Final = frozenset(
 )
 """Outcomes after which a repetition may go better: credentials come back, too."""
 
+OF_THE_BUCKET: Final = frozenset(
+    {Outcome.NETWORK, Outcome.NAME, Outcome.DENIED, Outcome.NO_BUCKET, Outcome.OPEN}
+)
+"""Those that say nothing of the object: no reason to give it up, however often they come."""
+
 
 class Creator:
     """Creates objects. `range_timeout_s` is what one request of `range_bytes` may take; a longer

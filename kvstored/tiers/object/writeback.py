@@ -23,7 +23,7 @@ from typing import Final, cast
 
 from kvstored.supervise import Supervisor
 from kvstored.tiers.object.api import ObjectName, Offer, Outcome
-from kvstored.tiers.object.creating import TRANSIENT, Creator
+from kvstored.tiers.object.creating import OF_THE_BUCKET, TRANSIENT, Creator
 from kvstored.tiers.object.format import stored_bytes
 from kvstored.tiers.object.guarded import GuardedBucket
 from kvstored.tiers.object.journal import Owed
@@ -268,7 +268,7 @@ class WriteBack:
                 return outcome
             self._change.set()  # the bucket may not be trusted any more
             repetition += 1
-            failures += self._bucket.closed
+            failures += self._bucket.closed and outcome not in OF_THE_BUCKET
             if failures >= self._limits.attempts:
                 return outcome
             throttled = outcome is Outcome.THROTTLED

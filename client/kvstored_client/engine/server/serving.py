@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ class EngineServer(uvicorn.Server):
 
     def ask_stop(self) -> None:
         """Stop in order. A second time: without the grace."""
-        self._loop.call_soon_threadsafe(self._ask)
+        with contextlib.suppress(RuntimeError):  # it has stopped, and its loop is closed
+            self._loop.call_soon_threadsafe(self._ask)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal, in place of uvicorn's way to stop."""

@@ -53,6 +53,7 @@ class Obstacles(Bucket):
         self.forever: set[str] = set()
         self.hold: dict[str, asyncio.Event] = {}
         self.asked: list[tuple[str, str]] = []
+        self.given_s: list[float] = []  # to each put
         self.under_way = 0
         self.most_under_way = 0
         self._stir = asyncio.Event()
@@ -115,6 +116,7 @@ class Obstacles(Bucket):
     async def put_if_absent(
         self, path: str, pieces: Sequence[bytes | memoryview], deadline: float
     ) -> Outcome:
+        self.given_s.append(deadline - time.monotonic())
         outcome = await self._meet("put", path)
         if outcome is not Outcome.OK:
             return outcome

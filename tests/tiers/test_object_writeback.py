@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiers.conformance import MIB, make_sample
-from tiers.object_helpers import Bench, Giving, bucket_settings, giving, make_bench, name_of, soon
+from tiers.object_helpers import (
+    QUICK,
+    Bench,
+    Giving,
+    bucket_settings,
+    giving,
+    make_bench,
+    name_of,
+    soon,
+)
 from tiers.object_servers import S3Server
 
 from kvstored.io.base import RealFiles
@@ -209,6 +218,34 @@ async def test_a_single_object_is_not_given_up_for_the_buckets_sake(
     local.bucket.fail.clear()
     assert await ended([item]) == [Outcome.OK]
     assert await back.close(5) == 0
+
+
+async def test_an_outage_may_last(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstored.tiers.object.writeback.LONGEST_PAUSE_S", 0.0)
+    never = replace(QUICK, failures=10**6)
+    async with make_bench(bucket_settings("file", s3_server, tmp_path / "b"), never) as bench:
+        back = make(bench, attempts=1)
+        await back.open()
+        bench.bucket.fail["put"] = [Outcome.NETWORK] * 1200
+        item = giving(1)
+        back.offer([item.offer()])
+        assert await ended([item]) == [Outcome.OK]
+        await back.close(5)
+
+
+async def test_a_slow_line_is_given_more_time(local: Bench) -> None:
+    back = make(local, attempts=9)
+    await back.open()
+    local.bucket.fail["put"] = [Outcome.DEADLINE, Outcome.OK]
+    item, other = giving(1), giving(2, 12 * MIB)
+    back.offer([item.offer()])
+    await ended([item])
+    back.offer([other.offer()])
+    await ended([other])
+    assert [round(seconds) for seconds in local.bucket.given_s] == [5, 10, 10]
+    await back.close(5)
 
 
 async def test_what_fails_while_others_go_up_is_given_up(local: Bench) -> None:

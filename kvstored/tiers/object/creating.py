@@ -45,6 +45,8 @@ OF_THE_BUCKET: Final = frozenset(
 )
 """Those that say nothing of the object: no reason to give it up, however often they come."""
 
+MOST_DOUBLINGS: Final = 4
+
 
 class Creator:
     """Creates objects. `range_timeout_s` is what one request of `range_bytes` may take; a longer
@@ -65,9 +67,14 @@ class Creator:
         self._writer = writer
         self._now_ms = now_ms
 
-    async def create(self, path: str, meta: ObjectMeta, payload: memoryview) -> Outcome:
+    async def create(
+        self, path: str, meta: ObjectMeta, payload: memoryview, repetition: int = 0
+    ) -> Outcome:
         """Create an object, once. OK; EXISTED, CONFLICT or LENGTH where another stands; CORRUPT
         where what stood there was rotten, or over its time, and has been dropped; or what failed.
+
+        Each repetition is given twice the time of the one before, up to 16 times: a slow line is
+        no reason to send the same bytes for ever and never to the end.
         """
         try:
             block = encode(meta, self._now_ms(), self._writer)
@@ -75,8 +82,9 @@ class Creator:
             _log.error("an object that no header can hold: %s", error)
             return Outcome.CANCELLED
         ranges = -(-stored_bytes(meta.length_bytes) // self._range_bytes)
+        timeout_s = ranges * self._range_timeout_s * 2 ** min(repetition, MOST_DOUBLINGS)
         outcome = await self._bucket.put_if_absent(
-            path, [block, payload], time.monotonic() + ranges * self._range_timeout_s
+            path, [block, payload], time.monotonic() + timeout_s
         )
         return await self._whose(path, meta) if outcome is Outcome.EXISTED else outcome
 

@@ -34,6 +34,8 @@ from kvstored.tiers.object.ranges import pause_s
 _log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S: Final = 5.0
+MOST_DOUBLINGS: Final = 7
+"""Of pauses; an outage may have thousands of repetitions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +265,11 @@ class WriteBack:
         """Try until it is settled, or is not worth more."""
         failures = repetition = 0
         while True:
-            outcome = await self._creator.create(item.path, item.offer.meta, payload)
+            outcome = await self._creator.create(item.path, item.offer.meta, payload, repetition)
             if outcome not in TRANSIENT:
                 return outcome
             self._change.set()  # the bucket may not be trusted any more
-            repetition += 1
+            repetition = min(repetition + 1, MOST_DOUBLINGS)
             failures += self._bucket.closed and outcome not in OF_THE_BUCKET
             if failures >= self._limits.attempts:
                 return outcome
@@ -342,7 +344,7 @@ class WriteBack:
             outcome = await self._bucket.delete(paths, deadline)
             if outcome is Outcome.OK:
                 return True
-            repetition += 1
+            repetition = min(repetition + 1, MOST_DOUBLINGS)
             pause = pause_s(repetition, outcome is Outcome.THROTTLED, self._random.random())
             if outcome not in TRANSIENT or time.monotonic() + pause >= deadline:
                 return False

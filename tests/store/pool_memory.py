@@ -39,12 +39,17 @@ class Shelf:
 
 
 class MemoryPool(Pool):
-    """One node's view of a shelf. `gate`: fetches wait for it. `fails`: outcomes by name."""
+    """One node's view of a shelf. `gate`: fetches wait for it; `body`: they wait for it once they
+    have memory. `fails`: outcomes by name.
+    """
 
     def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
         self.gate = asyncio.Event()
         self.gate.set()
+        self.body = asyncio.Event()
+        self.body.set()
+        self.landing = asyncio.Event()
         self.fails: dict[ObjectName, Outcome] = {}
         self.fetched: list[ObjectName] = []
         self.asked: list[ObjectName] = []
@@ -116,7 +121,7 @@ class MemoryPool(Pool):
                 await self.gate.wait()
                 for i, item in enumerate(items):
                     await asyncio.sleep(0)
-                    settle(i, self._bring(item))
+                    settle(i, await self._bring(item))
         except TimeoutError:
             for i in sorted(left):
                 settle(i, Fetched(Outcome.DEADLINE))
@@ -124,7 +129,7 @@ class MemoryPool(Pool):
             for i in sorted(left):
                 settle(i, Fetched(Outcome.CANCELLED))
 
-    def _bring(self, item: Fetch) -> Fetched:
+    async def _bring(self, item: Fetch) -> Fetched:
         self.fetched.append(item.name)
         if item.name in self.fails:
             return Fetched(self.fails[item.name])
@@ -136,6 +141,8 @@ class MemoryPool(Pool):
         memory = item.into(meta)
         if memory is None:
             return Fetched(Outcome.CANCELLED, meta)
+        self.landing.set()
+        await self.body.wait()
         memory[: len(data)] = data
         if xxhash.xxh3_128_digest(memory[: len(data)]) != meta.checksum:
             del self.shelf.objects[item.name]
@@ -231,6 +238,7 @@ async def node(
     try:
         yield store
         pool.gate.set()
+        pool.body.set()
         pool.lift.set()
     finally:
         report = await store.close(20.0)

@@ -28,7 +28,7 @@ ENDS = ("promise", "killed while stopping", "promise", "stop", "moment", "promis
 random time; SIGTERM; SIGTERM, and SIGKILL before that has come to its end.
 """
 DIES_STARTING_EVERY = 3
-FSCK_EVERY = 3
+FSCK_EVERY = 4
 LOSES_INDEX_EVERY = 4
 """Then the volumes' indexes are removed, or cut in half, and what holds are the slot headers."""
 

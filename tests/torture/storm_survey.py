@@ -35,8 +35,8 @@ class Survey:
 
     @property
     def refused(self) -> set[Object]:
-        """What was listed and could not be had: its header is void since a delete or eviction was
-        cut off in the middle, or that of a chunk above it is.
+        """What was listed and could not be had: its header is void since a delete or an eviction
+        was cut off in the middle.
         """
         return self.listed - self.found.keys()
 
@@ -45,9 +45,13 @@ class Survey:
         self.listed = _listed(clients)
 
     def list_again(self, clients: Iterable[KVClient]) -> None:
-        """Afterwards: what lies below a chunk that was refused has gone with it, read or not."""
+        """Afterwards: all that was read is there, and nothing else."""
         left = _listed(clients)
-        self.found = {obj: offer for obj, offer in self.found.items() if obj in left}
+        if left != self.found.keys():
+            self.wrong.append(
+                f"{len(self.found.keys() - left)} objects that were read are listed no more, "
+                f"{len(left - self.found.keys())} that were refused still are"
+            )
 
     def look(self, client: KVClient, chain: Chain) -> None:
         """Read what there is of a prefix, each part for itself."""

@@ -5,6 +5,7 @@ The fixture `s3_server` is registered by tests/conftest.py: ask for it by name, 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
@@ -60,7 +61,18 @@ def free_port() -> int:
 
 
 def start(bucket: str = "kvbucket", port: int = 0) -> tuple[S3Server, subprocess.Popen[bytes]]:
-    """Start a server in a directory of its own and wait until it answers for its bucket."""
+    """Start a server in a directory of its own and wait until it answers for its bucket.
+
+    One at a time on a machine: a server looks which of a dozen ports are free, and dies if another
+    that starts takes one of them before it does.
+    """
+    lock = Path(tempfile.gettempdir()) / f"kvweed-{os.getuid()}.lock"
+    with lock.open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        return _start(bucket, port)
+
+
+def _start(bucket: str, port: int) -> tuple[S3Server, subprocess.Popen[bytes]]:
     directory = Path(tempfile.mkdtemp(prefix="kvweed"))
     port = port or free_port()
     command = [

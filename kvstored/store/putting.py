@@ -365,6 +365,7 @@ class Putter:
             for index, row in self._object_rows(ns, offer)
             if states[index] in (pb.STORED, pb.EXISTED)
         }
+        self._write_again(ns, offer, rows)
         pending = {
             index: future
             for index, row in rows.items()
@@ -383,6 +384,25 @@ class Putter:
             )
             if not durable:
                 states[index] = pb.STORED_NOT_DURABLE
+
+    def _write_again(self, ns: Namespace, offer: PutOffer, rows: dict[int, int]) -> None:
+        """Send what RAM alone has (the tier below evicted it, or took it badly) down once more, as
+        far as the bound on dirty bytes goes.
+        """
+        writer, index = self._writer, ns.index
+        if writer is None:
+            return
+        for number, row in rows.items():
+            place = index.place[TierKind.RAM][row]
+            below = index.place[TierKind.NVME][row] != NONE or writer.pending(ns, row) is not None
+            nbytes = padded_bytes(index.object_length[row])
+            held = writer.dirty_bytes + writer.claimed_bytes
+            if place == NONE or below or held + nbytes > self._max_dirty_bytes:
+                continue
+            i, j = divmod(number, len(offer.run.parts))
+            got = Received(number, *self._ram.checksums(place))
+            meta = self._meta(ns, index.object_chunk[row], offer, i, j, got)
+            writer.submit(ns, row, meta, place)
 
     def _object_rows(self, ns: Namespace, offer: PutOffer) -> list[tuple[int, int]]:
         found = []

@@ -146,8 +146,9 @@ class GetStream:
             part = self.run.family.parts[self.run.parts[j]]
             guess = part.bytes or min(part.max_bytes, USUAL_BYTES)
             return _Item(at, i, NONE, 0, guess, guess, TierKind.OBJECT)
-        length = self._ns.index.object_length[row]
-        return _Item(at, i, row, self._ns.index.generation[row], length, length)
+        index = self._ns.index
+        length = index.object_length[row]
+        return _Item(at, i, row, index.generation[row], length, length)
 
     def _wanted(self, item: _Item) -> Wanted:
         """What to ask of the bucket for an item."""
@@ -173,7 +174,7 @@ class GetStream:
                 if grants:
                     break
                 await self._wait(item)
-            if self._try_pool(item):
+            if self._pool is not None and self._try_pool(item):
                 continue
             self._plan.popleft()
             self._looked -= 1
@@ -204,8 +205,10 @@ class GetStream:
             self._looked += 1
             self._looked_bytes += item.window_bytes
             loading.append(item)
-        self._load_far([item for item in loading if item.row == NONE])
-        self._load([item for item in loading if item.row != NONE])
+        if self._pool is not None:
+            self._load_far([item for item in loading if item.row == NONE])
+            loading = [item for item in loading if item.row != NONE]
+        self._load(loading)
 
     def _load_far(self, items: list[_Item]) -> None:
         """Have those of the items brought from the bucket that have not come here meanwhile."""
@@ -237,9 +240,7 @@ class GetStream:
         """Ask the bucket for what this node turned out to have no (good) copy of. False: there is
         nothing to ask, or it was asked already.
         """
-        if self._pool is None or item.row == NONE or self._gap:
-            return False
-        if time.monotonic() > self._deadline:
+        if item.row == NONE or self._gap or time.monotonic() > self._deadline:
             return False
         if item.load is not None:
             if not item.load.done() or item.load.cancelled():

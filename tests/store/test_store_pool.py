@@ -522,3 +522,27 @@ async def test_a_purge_reaches_what_others_stored(tmp_path: Path) -> None:
         assert len(shelf.objects) == 4
         with pytest.raises(BadRequest):
             await store.purge("", "", soon())
+
+
+async def test_what_the_pool_refuses_is_due_again_at_the_next_use() -> None:
+    shelf = Shelf()
+    pool = MemoryPool(shelf)
+    pool.most_offers = 0
+    async with node(pool, write_back="second_hit") as store:
+        c = await client(store)
+        run = c.run(tokens(2))
+        await c.put(run, bytes_of(2))
+        await c.get(run)
+        pool.most_offers = 10
+        await c.get(run)
+        await pool.drained()
+        assert set(shelf.objects) == set(names(run))
+
+
+async def test_behind_a_gap_no_further_window_is_asked_for() -> None:
+    pool = MemoryPool(Shelf())
+    async with node(pool, ram_bytes=8 * MIB) as store:
+        c = await client(store)
+        _, states = await c.get(c.run(tokens(120)))
+        assert set(states) == {pb.MISS_NEVER_STORED, pb.MISS_AFTER_GAP}
+        assert len(pool.fetched) <= 8, "one small batch"

@@ -19,6 +19,7 @@ from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampler, Sampling
 from kvstored_client.engine.scheduler import Planned, Scheduler
 from kvstored_client.engine.sequence import Sequence as RunningSequence
+from kvstored_client.engine.shadow import ShadowedHook
 from kvstored_client.engine.types import (
     EngineLimits,
     EngineStats,
@@ -322,12 +323,14 @@ def make_engine(
     max_queued_chunks: int = 64,
     limits: EngineLimits = ONE_PROMPT,
     blocks: int = 0,
+    shadow_fraction: float = 0.0,
 ) -> Engine:
     """An engine with blocks of its own: `blocks` of them, or 0: as many as one sequence of
     `context_tokens`, prompt and answer, needs.
 
     With a `store`, also blocks for the puts under way, and a hook; `weights` is then the
-    fingerprint of the weights. `Engine.close` ends the hook.
+    fingerprint of the weights. `Engine.close` ends the hook. `shadow_fraction` of the hits are
+    computed again and compared with what the store gave; `Engine.hook` is then a ShadowedHook.
     """
     queued = 0 if store is None else max_queued_chunks
     wanted = blocks or -(-context_tokens // CHUNK_TOKENS)
@@ -337,7 +340,11 @@ def make_engine(
         return Engine(model, pool, None, limits, stops)
     family = family_of(model.config, weights, dtype=model.dtype)
     hook = KVStoreHook(store, family, pool, max_queued_chunks)
-    return Engine(model, pool, hook, limits, stops)
+    if shadow_fraction == 0.0:
+        return Engine(model, pool, hook, limits, stops)
+    shadow = ShadowedHook(hook, pool, lambda: engine.model, shadow_fraction)
+    engine = Engine(model, pool, shadow, limits, stops)
+    return engine
 
 
 def _event(

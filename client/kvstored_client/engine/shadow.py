@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 class ShadowStats:
     """Sums since the check was made. `hits` were seen, `checks` of them computed again: `chunks` in
     `compared_bytes`, of which `mismatched_chunks` differ, by `largest_difference` at most.
+    `failures`: checks that could not be made.
     """
 
     hits: int = 0
@@ -40,6 +41,7 @@ class ShadowStats:
     compared_bytes: int = 0
     mismatched_chunks: int = 0
     largest_difference: float = 0.0
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,13 @@ class ShadowedHook:
                 self._forget()
 
     def _compare(self, hit: _Hit) -> None:
+        try:
+            self._compute_and_compare(hit)
+        except Exception:  # the engine goes on, whatever becomes of a check
+            self.checked.failures += 1
+            _log.exception("kvstored: a hit could not be checked")
+
+    def _compute_and_compare(self, hit: _Hit) -> None:
         scratch = self._scratch_pool()
         table = BlockTable(scratch, len(hit.token_ids))
         try:
@@ -160,13 +169,10 @@ class ShadowedHook:
         if torch.equal(computed.flatten().view(torch.uint8), loaded.flatten().view(torch.uint8)):
             return
         difference = float((computed.float() - loaded.float()).abs().nan_to_num(torch.inf).max())
-        before, self.checked.mismatched_chunks = (
-            self.checked.mismatched_chunks,
-            (self.checked.mismatched_chunks + 1),
-        )
+        self.checked.mismatched_chunks += 1
         self.checked.largest_difference = max(self.checked.largest_difference, difference)
         _log.log(
-            logging.DEBUG if before else logging.ERROR,
+            logging.ERROR if self.checked.mismatched_chunks == 1 else logging.DEBUG,
             "kvstored: chunk %d of a hit differs from what this engine computes, by %g at most",
             chunk,
             difference,
@@ -184,6 +190,11 @@ class ShadowedHook:
             self._pool.drop(hit.blocks)
 
     # ---- what a StoreHook has --------------------------------------------------------------------
+
+    @property
+    def stats(self) -> object:
+        """The other hook's, None where it keeps none. This one's own are `checked`."""
+        return getattr(self.hook, "stats", None)
 
     @property
     def max_queued_chunks(self) -> int:

@@ -59,6 +59,7 @@ class MemoryPool(Pool):
         self.left: list[ObjectName] = []
         self.disowned: list[ObjectName] = []
         self.most_offers = 1 << 30
+        self.offered = 0
         self.closed = False
         self._uploads: set[asyncio.Task[None]] = set()
         self.lift = asyncio.Event()  # uploads wait for it
@@ -151,6 +152,7 @@ class MemoryPool(Pool):
 
     def offer(self, offers: Sequence[Offer]) -> int:
         taken = min(len(offers), self.most_offers)
+        self.offered += taken
         for offer in offers[:taken]:
             task = asyncio.ensure_future(self._upload(offer))
             self._uploads.add(task)

@@ -508,9 +508,10 @@ async def test_a_purge_reaches_what_others_stored(tmp_path: Path) -> None:
         await mine.put(run, bytes_of(4), durable=True)
         await pool.drained()
         assert len(shelf.objects) == 7
-        assert await store.purge("default", "acme", soon()) == (4, 4)
-        assert set(shelf.objects) == set(names(mine.run(tokens(3))))
         await mine.get(mine.run(tokens(3)))
+        assert await store.purge("default", "acme", soon()) == (4, 4)
+        assert store.namespaces["default"].index.chunk_count == 3
+        assert set(shelf.objects) == set(names(mine.run(tokens(3))))
         pool.refuses_deletes = True
         with pytest.raises(BucketSilent, match="call it again"):
             await store.purge("default", "", soon())
@@ -546,3 +547,46 @@ async def test_behind_a_gap_no_further_window_is_asked_for() -> None:
         _, states = await c.get(c.run(tokens(120)))
         assert set(states) == {pb.MISS_NEVER_STORED, pb.MISS_AFTER_GAP}
         assert len(pool.fetched) <= 8, "one small batch"
+
+
+async def test_what_is_up_is_not_offered_again() -> None:
+    pool = MemoryPool(Shelf())
+    async with node(pool) as store:
+        c = await client(store)
+        for _ in range(2):
+            await c.put(c.run(tokens(3)), bytes_of(3))
+            await pool.drained()
+        assert pool.offered == 3
+
+
+async def test_what_ram_has_evicted_does_not_go_up_and_nothing_else_does_by_its_name() -> None:
+    shelf = Shelf()
+    pool = MemoryPool(shelf)
+    pool.lift.clear()
+    async with node(pool, ram_bytes=8 * MIB) as store:
+        c = await client(store)
+        first = c.run(tokens(4))
+        await c.put(first, bytes_of(4))
+        data = {}
+        for seed in range(3):
+            run = c.run(tokens(100, seed=30 + seed))
+            fresh = [payload(1000 * seed + i, SIZE) for i in range(100)]
+            data |= dict(zip(names(run), fresh, strict=True))
+            await c.put(run, fresh)
+        assert min(c.states(first)) >= pb.MISS_NEVER_STORED
+        pool.lift.set()
+        await pool.drained()
+        assert not set(shelf.objects).intersection(names(first))
+        assert shelf.objects
+        assert all(stored == data[name] for name, (_, stored) in shelf.objects.items())
+
+
+async def test_what_lies_below_a_deleted_chunk_leaves_the_bucket_with_it() -> None:
+    shelf = Shelf()
+    pool = MemoryPool(shelf)
+    async with node(pool) as store:
+        c = await client(store)
+        await c.put(c.run(tokens(4)), bytes_of(4))
+        await pool.drained()
+        assert await store.delete(c.run(tokens(4), 0, 1)) == 1
+        assert not shelf.objects

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import openai
 import torch
 from engine_support import NO_EOS, TINY, random_tensors
+from tokenizers.processors import TemplateProcessing
 
 from kvstored_client import KVClient
 from kvstored_client.engine.checkpoint import Checkpoint, TokenizerSpec
@@ -187,7 +188,7 @@ def post(
 
 
 def save_letters(folder: Path) -> None:
-    """The same model as a Hugging Face directory."""
+    """The same model as a Hugging Face directory; a text begins with the token "p"."""
     from safetensors.torch import save_file
 
     save_file(letter_tensors(), folder / "model.safetensors")
@@ -209,5 +210,7 @@ def save_letters(folder: Path) -> None:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    Tokenizer(SPEC)._tokenizer.save(str(folder / "tokenizer.json"))
+    letters = Tokenizer(SPEC)._tokenizer
+    letters.post_processor = TemplateProcessing("p $A", special_tokens=[("p", 15)])
+    letters.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))

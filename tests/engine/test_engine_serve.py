@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -97,6 +98,18 @@ def test_chats_are_the_engines_streamed_or_not(served: Served, client: openai.Op
     assert not chunks[-1].choices
     assert chunks[-1].usage == done.usage
     assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_many_at_a_time_get_what_each_gets_alone(served: Served, client: openai.OpenAI) -> None:
+    def ask(prompt: str) -> str:
+        done = client.completions.create(prompt=prompt, max_tokens=12, **GREEDY)
+        return done.choices[0].text
+
+    prompts = [WORDS[i:] + LONG_WORDS[: i * 9] for i in range(12)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        together = list(threads.map(ask, prompts))
+    assert together == [expected(served, served.tokenizer.encode(p), 12) for p in prompts]
+    assert len(set(together)) > 6
 
 
 def test_usage_says_what_was_not_computed(client: openai.OpenAI) -> None:

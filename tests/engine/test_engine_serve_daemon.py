@@ -131,7 +131,7 @@ def test_the_command_serves_a_directory_and_stops_on_a_signal(tmp_path: Path) ->
             ) as client:
                 done = client.completions.create(model="letters", prompt="abc", max_tokens=3)
                 assert done.usage is not None
-                assert done.usage.completion_tokens == 3
+                assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 3)
             child.send_signal(signal.SIGTERM)
             assert child.wait(GIVE_UP_S) == 0
             assert child.stderr.read() == ""

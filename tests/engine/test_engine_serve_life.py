@@ -36,13 +36,14 @@ def test_a_full_queue_is_429_and_the_others_are_answered() -> None:
 
 
 def test_more_requests_than_there_are_places_are_refused_before_they_are_read() -> None:
-    with serving(letter_engine(max_running=1, max_waiting=1)) as served, served.client() as client:
+    with serving(letter_engine(max_running=1)) as served, served.client() as client:
         served.server.service._most = 1
         with served.held():
             stream = client.completions.create(max_tokens=2, stream=True, **GREEDY)
             with pytest.raises(openai.RateLimitError):
                 client.completions.create(**GREEDY)
         assert len(list(stream)) == 2
+        assert served.engine.stats.requests == served.server.service.stats.refused == 1
         assert client.completions.create(**GREEDY).choices[0].text
 
 
@@ -125,6 +126,18 @@ def test_after_its_grace_a_stop_ends_answers_with_an_error() -> None:
                 list(stream)
         served.join()
         assert served.stopped_in_time
+        assert served.engine.pool.used_blocks() == 0
+
+
+def test_a_second_stop_has_no_grace() -> None:
+    with serving(letter_engine()) as served, served.client() as client:
+        stream = client.completions.create(max_tokens=LONG, stream=True, **GREEDY)
+        next(stream)
+        served.server.ask_stop()
+        served.server.ask_stop()
+        with pytest.raises(openai.APIError, match="the server stops"):
+            list(stream)
+        served.join()
         assert served.engine.pool.used_blocks() == 0
 
 

@@ -118,8 +118,8 @@ class Running:
         return self.engine.has_requests()
 
     def finish(self) -> Running:
-        while self.step():
-            pass
+        while self.engine.has_requests():
+            self.step()
         assert self.engine.close(PUT_S)
         assert self.engine.pool.used_blocks() == 0
         return self
@@ -246,6 +246,25 @@ class Witness(KVClient):
         return got
 
 
+class Killer(Witness):
+    """Gets one at a time; at the twentieth the daemon dies, so that some loads came and some do
+    not.
+    """
+
+    daemon: Daemon
+    gets = 0
+    turn = threading.Lock()
+
+    def get(
+        self, prefix: Prefix, into: Any, start: int = 0, stop: Any = None, **options: Any
+    ) -> Any:
+        with self.turn:
+            self.gets += 1
+            if self.gets == 20:
+                self.daemon.kill()
+            return super().get(prefix, into, start, stop, **options)
+
+
 def prefixes(case: Case) -> list[Prefix]:
     """Of the prompts that have whole chunks."""
     family = family_of(case.model.config, case.weights, dtype=case.model.dtype)
@@ -308,19 +327,21 @@ def test_after_eviction(cases: list[Case], client: Witness) -> None:
 
 
 def test_daemon_killed_midway(cases: list[Case], daemon: Daemon, client: Witness) -> None:
-    """All nine engines are under way, loading, computing and storing, when it dies."""
+    """All nine engines are under way, some prompts loaded, some about to be, when it dies."""
     for case in cases:
         fill(case, client)
-    running = [Running(case, case.engine(client)) for case in cases]
-    for _ in range(2):
-        for each in running:
-            each.step()
-    assert any(any(each.logits) for each in running)
-    assert all(each.engine.has_requests() for each in running)
-    daemon.kill()
     try:
-        for each in running:
-            assert all(each.finish().right())
+        with Killer(daemon.target, timeouts=TIMEOUTS) as killer:
+            killer.daemon = daemon
+            running = [Running(case, case.engine(killer)) for case in cases]
+            while under_way := [each for each in running if each.engine.has_requests()]:
+                for each in under_way:
+                    each.step()
+            for each in running:
+                assert all(each.finish().right())
+        cached = [tokens for each in running for tokens in each.cached]
+        assert 0 < sum(cached) < sum(n for case in cases for n in full_hits(case))
+        assert killer.differing == 0
         for case in cases[: len(DTYPES)]:
             away = run(case, client)
             assert sum(away.cached) == 0

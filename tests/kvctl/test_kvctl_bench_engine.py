@@ -62,7 +62,8 @@ def test_engine_prints_one_object_and_draws_a_picture(
         expected = 12 * 128 if workload == "chat" and cache != "off" else 0
         assert params["hit_tokens"] == expected
         if cache == "fresh_warm" and workload == "chat":
-            assert params["loaded_tokens"] > 0
+            # Each pass has a new engine, which loads both system prompts.
+            assert params["loaded_tokens"] >= 2 * 2 * 128
             assert params["compared_chunks"] > 0
             assert case["verified_bytes"] > 0
     store, load = cases[-2:]

@@ -61,9 +61,11 @@ class Opened:
 
     def __init__(
         self, model: Model, weights: str, *, target: str, own: bool, blocks: int, running: int,
-        salt: str,
+        salt: str, deadline_s: float = 1.0,
     ) -> None:  # fmt: skip
-        """`target`: the store's, "" for none. `blocks`: all that the engine has, also for puts."""
+        """`target`: the store's, "" for none. `blocks`: all that the engine has, also for puts.
+        `deadline_s`: the hook's.
+        """
         self.model = model
         self.salt = salt.encode()
         self.client: KVClient | None = None
@@ -74,7 +76,9 @@ class Opened:
             self.client = KVClient(target)
             self.client.check()
             family = family_of(model.config, weights, dtype=model.dtype)
-            self.hook = KVStoreHook(self.client, family, self.pool, QUEUED_CHUNKS)
+            self.hook = KVStoreHook(
+                self.client, family, self.pool, QUEUED_CHUNKS, deadline_s=deadline_s
+            )
             # All hits are candidates, one of each pass is taken.
             self.shadow = ShadowedHook(
                 self.hook, self.pool, lambda: model, 1.0, at_once=False, max_chunks=SHADOW_CHUNKS

@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers bench-striping mutants local-torture powerloss write-amplification clean
+.PHONY: deps demo test lint format proto bench bench-peers bench-striping bench-object mutants local-torture powerloss write-amplification clean
 
 deps: $(STAMP)
 
@@ -78,6 +78,10 @@ bench: deps
 # Paired with redis-server where that is installed.
 bench-peers: deps
 	$(BIN)/python -m kvstored.bench.peers --json
+
+# Starts a SeaweedFS of its own, and writes up to 16 GB below the temporary directory.
+bench-object: deps
+	$(BIN)/kvctl bench object --json
 
 # Four loop devices under the kernel's block throttle: needs root, and removes all it made.
 bench-striping: deps

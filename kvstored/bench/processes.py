@@ -50,10 +50,13 @@ def daemon(
     data_dir: Path | None = None,
     volumes: Sequence[Volume] = (),
     keep: Sequence[int] = (),
+    more: str = "",
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Daemon]:
     """A daemon with a RAM tier, and with an NVMe tier where there are `volumes`; everything else of
     it under `directory`, but for its data where `data_dir` is given. It ends with this process, and
-    inherits the descriptors `keep`.
+    inherits the descriptors `keep`. `more` is added to its configuration, `variables` to its
+    environment.
 
     Raises BenchError, with the daemon's log, when it does not become ready.
     """
@@ -66,9 +69,10 @@ def daemon(
         + (f'tcp = "127.0.0.1:{port}"\ninsecure = true\n' if tcp else "")
         + f"[ram]\ncap_bytes = {ram_cap_bytes}\n"
         "[limits]\n"
-        f"max_put_bytes = {ram_cap_bytes // 2}\n" + _nvme(volumes)
+        f"max_put_bytes = {ram_cap_bytes // 2}\n" + _nvme(volumes) + more
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORED_")}
+    environ |= variables or {}
     command = tied([sys.executable, "-m", "kvstored", "serve", "--config", str(config)])
     with log.open("wb") as stderr:
         process = subprocess.Popen(

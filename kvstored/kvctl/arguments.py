@@ -196,7 +196,27 @@ def _bench(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the volume is made (where temporary files are)",
     )
+    _bench_object(benches, common)
     _bench_engine(benches, common)
+
+
+def _bench_object(benches: Commands, common: argparse.ArgumentParser) -> None:
+    text = (
+        "put into and cold get from a bucket against bare obstore; starts a daemon and a SeaweedFS "
+        "of its own, whose data it removes"
+    )
+    bucket = benches.add_parser(
+        "object", help=text, description=text, parents=[common, _bench_prefixes("1,4,16", 11)]
+    )
+    bucket.add_argument(
+        "--delays-ms", default="0,30", metavar="N,N", help="added to each request, in turn (0,30)"
+    )
+    bucket.add_argument(
+        "--directory", type=Path, metavar="DIR", help="for the server (where temporary files are)"
+    )
+    bucket.add_argument(
+        "--quick", action="store_true", help="8 objects of 1 MiB, 5 rounds: whether it runs"
+    )
 
 
 def _bench_engine(benches: Commands, common: argparse.ArgumentParser) -> None:

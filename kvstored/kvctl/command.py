@@ -187,6 +187,21 @@ def _bench_restart(args: argparse.Namespace, _access: Access) -> list[Case]:
     return restart.run(settings, _say)
 
 
+def _bench_object(args: argparse.Namespace, _access: Access) -> list[Case]:
+    from kvstored.bench import bucket
+
+    if args.target:
+        raise Mistake("bench object starts its own daemon, and its own bucket")
+    default = bucket.QUICK
+    if not args.quick:
+        default = bucket.Settings(_object_sizes(args), args.chunks, args.rounds)
+    delays_ms = _numbers("--delays-ms", args.delays_ms)
+    if min(delays_ms) < 0:
+        raise Mistake(f"--delays-ms {args.delays_ms}: at least 0")
+    settings = replace(default, delays_ms=delays_ms, directory=args.directory)
+    return bucket.run(settings, _say)
+
+
 def _bench_engine(args: argparse.Namespace, _access: Access) -> list[Case]:
     from kvstored.bench import engine, picture
 
@@ -235,6 +250,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace, Access], list[Case]]] = {
     "disk": _bench_disk,
     "lookup": _bench_lookup,
     "restart": _bench_restart,
+    "object": _bench_object,
     "engine": _bench_engine,
 }
 

@@ -1,0 +1,79 @@
+"""Bare obstore: what `bench object` compares with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import obstore
+import uvloop
+from obstore.store import S3Store
+
+from kvstored.bench import payloads
+from kvstored.bench.payloads import Bytes
+
+T = TypeVar("T")
+
+
+class RawObjects:
+    """One prefix's objects, put and read by obstore alone, `parallel` requests at once.
+
+    An object longer than `range_bytes` is read by several of them, as the daemon does. Bodies stay
+    where obstore has put them: nothing is copied. Raises what obstore does.
+    """
+
+    def __init__(self, store: S3Store, parallel: int, range_bytes: int) -> None:
+        self._store = store
+        self._parallel = parallel
+        self._range_bytes = range_bytes
+        self._loop = uvloop.new_event_loop()
+
+    def close(self) -> None:
+        """End its loop."""
+        self._loop.close()
+
+    def put(self, name: str, objects: Bytes) -> None:
+        """Create objects, one for each row."""
+
+        def work(row: int) -> Awaitable[object]:
+            return obstore.put_async(
+                self._store, f"{name}/{row}", objects[row], mode="create", use_multipart=False
+            )
+
+        self._loop.run_until_complete(self._all(work, range(len(objects))))
+
+    def read(self, name: str, count: int, nbytes: int) -> list[tuple[int, int, obstore.Bytes]]:
+        """Bodies of the ranges of `count` objects: object, where in it, bytes."""
+        bodies: list[tuple[int, int, obstore.Bytes]] = []
+
+        async def work(span: tuple[int, int]) -> None:
+            row, at = span
+            stop = min(at + self._range_bytes, nbytes)
+            body = await obstore.get_range_async(self._store, f"{name}/{row}", start=at, end=stop)
+            bodies.append((row, at, body))
+
+        spans = [(row, at) for row in range(count) for at in range(0, nbytes, self._range_bytes)]
+        self._loop.run_until_complete(self._all(work, spans))
+        return bodies
+
+    async def _all(self, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
+        waiting = iter(items)
+
+        async def worker() -> None:
+            for item in waiting:
+                await work(item)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._parallel):
+                group.create_task(worker())
+
+
+def compare(bodies: Sequence[tuple[int, int, obstore.Bytes]], objects: Bytes) -> int:
+    """How many bytes were compared: all. Raises BenchError where they differ."""
+    total = 0
+    for row, at, body in bodies:
+        got = np.frombuffer(memoryview(body), np.uint8)
+        total += payloads.compare(got, objects[row, at : at + len(got)])
+    return total

@@ -38,6 +38,7 @@ class PoolLookup(Lookup):
     def __init__(self, ns: Namespace, run: Run, found: Found) -> None:
         super().__init__(ns, run, pb.DEPTH_POOL)
         self._found = found
+        self._chunks = {i for i, _ in found}
 
     def _leading(self) -> int:
         run = self._run
@@ -54,17 +55,20 @@ class PoolLookup(Lookup):
     def _states(
         self, first: int, stop: int, parts: tuple[int, ...], *, count: bool = True
     ) -> NDArray[np.uint8]:
-        states = super()._states(first, stop, parts, count=False)
-        missing = np.flatnonzero(states >= FIRST_MISS).tolist()
-        for at in missing:
-            held = [self._state_of(first + at, part)[0] for part in parts]
+        # Only with one part does the look-up count what is whole and nothing else.
+        alone = len(parts) == 1
+        states = super()._states(first, stop, parts, count=count and alone)
+        missing = np.flatnonzero(states >= FIRST_MISS) + first
+        found = [i for i in missing.tolist() if i in self._chunks]
+        for i in found:
+            held = [self._state_of(i, part)[0] for part in parts]
             if all(held):
-                states[at] = max(held)
-        if count and not missing:
-            super()._states(first, stop, parts)
-        elif count:
-            for at in np.flatnonzero(states < FIRST_MISS).tolist():
-                self._count_chunk(first + at, parts)
+                states[i - first] = max(held)
+        if count:
+            held_now = found if alone else range(first, stop)
+            for i in held_now:
+                if states[i - first] < FIRST_MISS:
+                    self._count_chunk(i, parts)
         return states
 
     def _count_chunk(self, i: int, parts: tuple[int, ...]) -> None:

@@ -175,6 +175,12 @@ def test_what_was_owed_goes_up_after_a_restart(s3_server: S3Server) -> None:
         of, data = prefix(3, 7), payloads(3, 7)
         assert not a.client().put(of, data, durability="durable").reason
         assert a.status().bucket.backlog_objects == 3
+        lone = prefix(1, 8)
+        assert not a.client().put(lone, payloads(1, 8)).reason
+        answer = a.client().delete(lone, timeout_s=2.0)
+        assert answer.reason, "not acknowledged"
+        assert "the bucket has not confirmed it" in answer.detail
+        assert a.client().match(lone).chunks == 0
         a.stop()
         a.toml = bucket_toml(s3_server.url(), s3_server.endpoint)
         a.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,12 @@ READ_TIMEOUT_S = 30.0
 """How long to wait for room to read an object of NVMe into, where there is none beside RAM."""
 
 SLICE_NAMES = 1024
+SLICE_CHUNKS = 64
+"""Offered before others have their turn; each takes some 10 µs."""
+
+MOST_WAITING = 65_536
+"""Chunks that wait for their turn to be offered; beyond that they are refused."""
+
 _PART_STEP = 0xD1B54A32D192ED03  # odd
 
 _UP = frozenset({Outcome.OK, Outcome.EXISTED, Outcome.CONFLICT, Outcome.LENGTH})
@@ -133,6 +140,8 @@ class Offering:
         self._residency = residency
         self._released = released
         self._offered = np.zeros(SLOTS, np.uint64)  # hashes of what is up, or on its way
+        self._waiting: deque[tuple[Namespace, int, bytes]] = deque()  # space, key
+        self._task: asyncio.Task[None] | None = None
 
     # -- occasions -----------------------------------------------------------------------------
 
@@ -201,7 +210,46 @@ class Offering:
         return _Upload(self, ns, row, self._meta(ns, row)) if row != NONE else None
 
     def _offer_chunks(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
-        """Offer the objects of some chunks that are not up yet, as far as is known."""
+        """Offer the objects of some chunks that are not up yet, as far as is known: the first at
+        once, many more in turn with others.
+        """
+        if not self._waiting:
+            self._offer_slice(ns, space, chunks[:SLICE_CHUNKS])
+            chunks = chunks[SLICE_CHUNKS:]
+        room = MOST_WAITING - len(self._waiting)
+        keys = [ns.index.key(chunk) for chunk in chunks]
+        self._waiting.extend((ns, space, key) for key in keys[:room])
+        if keys[room:]:
+            packed = np.frombuffer(b"".join(keys[room:]), np.uint8)
+            self._policy.refused(space, packed.reshape(-1, KEY_BYTES))
+        if self._waiting and self._task is None:
+            self._task = asyncio.ensure_future(self._offer_waiting())
+            self._task.add_done_callback(self._done)
+
+    async def _offer_waiting(self) -> None:
+        while self._waiting:
+            self._next_slice()
+            await asyncio.sleep(0)  # others have their turn
+
+    def _next_slice(self) -> None:
+        ns, space, _ = self._waiting[0]
+        keys: list[bytes] = []
+        while self._waiting and len(keys) < SLICE_CHUNKS and self._waiting[0][:2] == (ns, space):
+            keys.append(self._waiting.popleft()[2])
+        rows = ns.index.find_many(b"".join(keys))
+        self._offer_slice(ns, space, rows[rows != NONE].tolist())
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("offering to the bucket failed", exc_info=error)
+
+    def finish(self) -> None:
+        """Offer what waits for its turn; for a stop."""
+        while self._waiting:
+            self._next_slice()
+
+    def _offer_slice(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
         index = ns.index
         rows = [row for chunk in chunks for row in index.object_rows(chunk)]
         if not rows:

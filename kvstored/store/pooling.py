@@ -78,6 +78,7 @@ class Pooling:
         """End everything within the time, while the local tiers are still there to be read; how
         many objects are still owed.
         """
+        self.offering.finish()
         await self.loads.close()
         return await self.pool.close(timeout_s)
 

@@ -590,3 +590,14 @@ async def test_what_lies_below_a_deleted_chunk_leaves_the_bucket_with_it() -> No
         await pool.drained()
         assert await store.delete(c.run(tokens(4), 0, 1)) == 1
         assert not shelf.objects
+
+
+async def test_a_long_put_is_offered_in_turn_with_others_and_whole() -> None:
+    shelf = Shelf()
+    pool = MemoryPool(shelf)
+    async with node(pool, ram_bytes=32 * MIB) as store:
+        c = await client(store, size=4096)
+        run = c.run(tokens(300))
+        await c.put(run, bytes_of(300, 4096))
+        assert pool.offered <= 64
+    assert set(shelf.objects) == set(names(run)), "a stop brings up the rest"

@@ -151,7 +151,7 @@ class MemoryPool(Pool):
         return Fetched(Outcome.OK, meta)
 
     def offer(self, offers: Sequence[Offer]) -> int:
-        taken = min(len(offers), self.most_offers)
+        taken = 0 if self.closed else min(len(offers), self.most_offers)
         self.offered += taken
         for offer in offers[:taken]:
             task = asyncio.ensure_future(self._upload(offer))

@@ -330,6 +330,7 @@ def _storing_and_loading(
         if number:
             overhead.add(more, 0.0)
             load.add(*rates)
+            load.verified_bytes += got["compared_bytes"]
             say(
                 f"storing, round {number} of {settings.rounds}: {more:+.1%} of "
                 f"{took['off']['ttft_ms']:.0f} ms; loading {rates[0]:.2f} of {rates[1]:.2f} GB/s"

@@ -69,6 +69,7 @@ def test_engine_prints_one_object_and_draws_a_picture(
     store, load = cases[-2:]
     assert (store["unit"], store["ratio"], load["unit"]) == ("fraction", None, "GB/s")
     assert load["value"] > 0
+    assert load["verified_bytes"] > 0
     assert load["ceiling"] > 0
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert list(temporary.iterdir()) == []

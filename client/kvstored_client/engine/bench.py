@@ -114,6 +114,7 @@ class Opened:
         into = np.ones((chunks, self.pool.block_bytes), np.uint8)
         prefix = self.hook.family.prefix(prompt[: chunks * CHUNK_TOKENS], self.salt)
         figures: Reply = {}
+        before = self._counts()
         for what in ("bare", "load") if flipped else ("load", "bare"):
             if what == "load":
                 done = self.engine.generate(prompt, _greedy(1), request_salt=self.salt)
@@ -126,7 +127,7 @@ class Opened:
                 figures["bare_bytes"] = got.chunks * self.pool.block_bytes
         if self.shadow is not None:
             self.shadow.check()
-        return figures
+        return {**figures, **_grown(before, self._counts())}
 
     def close(self) -> Reply:
         """End the engine and its client."""

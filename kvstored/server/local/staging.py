@@ -90,9 +90,9 @@ def _ring_bytes(limits: LocalLimits, most_bytes: int, taken_bytes: int) -> int:
     """The size of the next ring where so much of so much is taken."""
     full = limits.ring_bytes & -pages.PAGE_BYTES
     left = most_bytes - taken_bytes
-    for size in (full, full // 2):
+    for size in (full, max(full // 2, LEAST_RING_BYTES)):
         if left - size >= most_bytes // 4:
-            return size
+            return min(size, full)
     return min(full, max(LEAST_RING_BYTES, left // _LATE_RINGS & -pages.PAGE_BYTES))
 
 

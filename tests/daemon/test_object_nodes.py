@@ -177,7 +177,7 @@ def test_what_was_owed_goes_up_after_a_restart(s3_server: S3Server) -> None:
         assert a.status().bucket.backlog_objects == 3
         lone = prefix(1, 8)
         assert not a.client().put(lone, payloads(1, 8)).reason
-        answer = a.client().delete(lone, timeout_s=2.0)
+        answer = a.client().delete(lone, timeout_s=0.5)
         assert answer.reason, "not acknowledged"
         assert "the bucket has not confirmed it" in answer.detail
         assert a.client().match(lone).chunks == 0

@@ -107,6 +107,7 @@ def volumes_config(folder: Path) -> Path:
     text = file.read_text().replace('[nvme]\ncap_bytes = "128MiB"\n', "[nvme]\n")
     text = text.replace("stop_timeout_s = 20", "stop_timeout_s = 2")
     for name in ("bad", "good"):
+        (folder / name).mkdir()
         text += (
             f'[[nvme.volumes]]\nname = "{name}"\npath = "{folder}/{name}"\ncap_bytes = "64MiB"\n'
         )

@@ -71,7 +71,8 @@ class GrpcServer:
         started: concurrent.futures.Future[int | None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="grpc", daemon=True)
         self._thread.start()
-        return await asyncio.wrap_future(started)
+        # Shielded: a start that is given up must not take the thread's answer from under it.
+        return await asyncio.shield(asyncio.wrap_future(started))
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new calls and wait for running ones; whether all ended within `grace_s`."""

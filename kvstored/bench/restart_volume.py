@@ -14,7 +14,7 @@ import numpy as np
 from kvstored.bench.payloads import random_bytes
 from kvstored.bench.processes import BenchError
 from kvstored.io.base import Files
-from kvstored.tiers.nvme import index, layout, record
+from kvstored.tiers.nvme import index, index_wire, layout, record
 from kvstored.tiers.nvme.format import RegionEntry, RegionState, place_of
 from kvstored.tiers.nvme.volume import INDEX, Settings, Volume, open_volume
 
@@ -43,20 +43,20 @@ def fill(files: Files, directory: Path, objects: int, seed: int) -> None:
         env = lmdb.open(
             str(directory / INDEX),
             map_size=files.stat(directory / INDEX / "data.mdb").st_size,
-            max_dbs=len(index.DATABASES),
+            max_dbs=len(index_wire.DATABASES),
             sync=False,
         )
         with env:
-            names = {db: env.open_db(db, create=False) for db in index.DATABASES[1:]}
+            names = {db: env.open_db(db, create=False) for db in index_wire.DATABASES[1:]}
             with env.begin() as txn:
-                kinds = [key[:1] for key, _ in txn.cursor(names[index.NAMES])]
+                kinds = [key[:1] for key, _ in txn.cursor(names[index_wire.NAMES])]
                 if sorted(kinds) != sorted(kind.encode() for kind in index.KINDS):
                     raise BenchError("the volume has more names than one of each kind")
-            db = env.open_db(index.RECORDS, dupsort=True, dupfixed=True, create=False)
+            db = env.open_db(index_wire.RECORDS, dupsort=True, dupfixed=True, create=False)
             for entry, rows in _regions(volume, table, objects, seed):
                 volume.data.write_entries(entry, table)
                 table[entry.region] = entry
-                key = index.shelf_key(place_of(entry.region, 0))
+                key = index_wire.shelf_key(place_of(entry.region, 0))
                 size = record.RECORD_BYTES
                 packed = rows.tobytes()
                 with env.begin(write=True) as txn, txn.cursor(db) as cursor:

@@ -14,8 +14,9 @@ import pytest
 
 from kvstored.io.base import RealFiles
 from kvstored.tiers.base import ObjectMeta
-from kvstored.tiers.nvme import index, layout, record, recovery, walk
+from kvstored.tiers.nvme import index, index_wire, layout, record, recovery, walk
 from kvstored.tiers.nvme.format import place_of
+from kvstored.tiers.nvme.index_process import IndexProcess
 
 VOLUME = bytes(range(16))
 _FIELDS = [name for name in record.RECORD.names or () if name != "check"]
@@ -48,13 +49,15 @@ def entries(count: int) -> list[index.Entry]:
 def environment(directory: Path, objects: list[index.Entry]) -> record.Records:
     """An environment that holds them; its records."""
     directory.mkdir()
-    env = index.Environment(RealFiles(), directory, 4 << 20, VOLUME)
+    process = IndexProcess(directory.parent)
+    env = index.Environment(RealFiles(), process, directory, 4 << 20, VOLUME)
     env.commit(objects, families={("default", b"\x01" * 32): b"spec"})
     packed = [
         record.pack(e.meta, e.place, e.sequence, env.names.numbers(e.meta), e.dedication)
         for e in objects
     ]
     env.close()
+    process.close()
     return record.seal(packed, int.from_bytes(VOLUME[:8], "little"))
 
 
@@ -62,10 +65,10 @@ def damage(directory: Path, rows: record.Records, which: list[int]) -> list[tupl
     """Change one bit of these records; key and content of each as it is now."""
     changed = []
     with lmdb.open(str(directory), max_dbs=5, map_size=4 << 20) as env:
-        db = env.open_db(index.RECORDS, dupsort=True, dupfixed=True, create=False)
+        db = env.open_db(index_wire.RECORDS, dupsort=True, dupfixed=True, create=False)
         with env.begin(write=True) as txn:
             for i in which:
-                key, row = index.shelf_key(int(rows[i]["place"])), rows[i].tobytes()
+                key, row = index_wire.shelf_key(int(rows[i]["place"])), rows[i].tobytes()
                 txn.delete(key, row, db=db)
                 other = row[:60] + bytes([row[60] ^ 4]) + row[61:]
                 txn.put(key, other, db=db)
@@ -84,7 +87,9 @@ def test_every_column_of_every_whole_record_arrives(
     broken = damage(tmp_path / "first", first, [0, 17, 18, 120, 199])
     fd = os.memfd_create("test")
     try:
-        sizes = [walk.walk(tmp_path / n, VOLUME, 300, fd) for n in ("first", "none", "second")]
+        sizes = [
+            walk.walk(tmp_path / n, VOLUME, 300, fd, True) for n in ("first", "none", "second")
+        ]
         assert [(most, count) for most, count, _ in sizes] == [(200, 195), (0, 0), (31, 31)]
         shared = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ))
     finally:
@@ -110,7 +115,7 @@ def test_one_that_holds_more_than_there_can_be_is_not_trusted(tmp_path: Path) ->
     fd = os.memfd_create("test")
     try:
         with pytest.raises(walk.ComplaintError, match="20 records, at most 19"):
-            walk.walk(tmp_path / "it", VOLUME, 19, fd)
+            walk.walk(tmp_path / "it", VOLUME, 19, fd, False)
     finally:
         os.close(fd)
 

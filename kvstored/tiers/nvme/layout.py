@@ -15,6 +15,7 @@ from kvstored.tiers.nvme.format import (
     REGION_ENTRY_BYTES,
 )
 from kvstored.tiers.nvme.header import HEADER_BYTES, PIECES_OFFSET
+from kvstored.tiers.nvme.index_wire import CHUNK_BYTES
 from kvstored.tiers.nvme.record import RECORD_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ GIB = 1 << 30
 SMALL_MAX_BYTES = 64 * KIB
 """Objects up to this length live in LMDB."""
 
-CHUNK_BYTES = BLOCK_BYTES - 16
 """Payload of one LMDB overflow page: small objects are cut so, and never need adjacent pages."""
 
 SMALL_HEADER_BYTES = PIECES_OFFSET + 8

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -92,6 +92,8 @@ class Member:
         self.running: set[asyncio.Future[Any]] = set()
         self.recording: asyncio.Task[None] | None = None
         self.probing = False
+        self._distrusted = False
+        """What is in LMDB is to be read in full before the volume is used again."""
         self._make = make
         self._measure = measure
         self._patience = patience
@@ -170,7 +172,14 @@ class Member:
                 "mount its device; or drain it, which gives up what it held",
             )
         tier = self._make(self.spec, self.files)
-        found = await tier.open()
+        if self._distrusted:
+            tier.distrust_index()
+        try:
+            found = await tier.open()
+        except BaseException:
+            self._distrusted |= bool(tier.index_died)
+            raise
+        self._distrusted = False
         self.files.fresh()
         self.tier = tier
         self.families = set(found.family_specs)
@@ -252,8 +261,18 @@ class Member:
     def look(self) -> None:
         """Have the breakers see what there is to see; gives calls up that are not answered."""
         now = time.monotonic()
-        self.reads.look(now, self.files.seen("read", now))
-        self.changes.look(now, self.files.seen("change", now))
+        reads, changes = self.files.seen("read", now), self.files.seen("change", now)
+        died = self.tier.index_died if self.tier is not None else ""
+        if died:
+            if not self._distrusted:
+                self.files.errors["index"] += 1
+            self._distrusted = True
+            reads, changes = (
+                replace(seen, failures=max(1, seen.failures), gone=True, error=died)
+                for seen in (reads, changes)
+            )
+        self.reads.look(now, reads)
+        self.changes.look(now, changes)
         if self.reads.stuck or self.changes.stuck:
             self._give_up()
         if not self.reads.closed and self.tier is not None:

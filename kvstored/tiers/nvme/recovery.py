@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ENTRIES_PER_COMMIT = 20_000
+_PAYLOAD_BYTES_PER_S = 50e6  # of a device that is slow, to be waited for
 _TOO_LARGE = "is larger than the present cap allows"
 
 
@@ -87,6 +88,7 @@ def _walk_both(volume: Volume) -> tuple[Loaded | str, Loaded | str]:
 
     One child reads both; only if that fails does each get a child of its own.
     """
+    volume.process.ready()  # from now on no earlier child changes anything
     if volume.fresh:
         return Loaded(), Loaded()
     try:
@@ -106,12 +108,15 @@ def _walk_alone(volume: Volume, name: str) -> Loaded | str:
 def _walk(volume: Volume, names: Sequence[str]) -> list[Loaded]:
     """Have environments walked. Raises WalkError or OSError."""
     environments = []
+    timeout_s = volume.settings.walk_timeout_s
+    payload = volume.settings.read_payload
     for name in names:
         held = volume.files.stat(volume.directory / name / "data.mdb").st_size
         if name == SMALL and held > volume.plan.small_bytes:
             raise WalkError(_TOO_LARGE)
         environments.append((volume.directory / name, held // record.RECORD_BYTES))
-    return walk(volume.superblock.volume, environments, volume.settings.walk_timeout_s)
+        timeout_s += held / _PAYLOAD_BYTES_PER_S if payload else 0
+    return walk(volume.superblock.volume, environments, timeout_s, payload=payload)
 
 
 # ---- objects in slots ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from kvstored.tiers.nvme.device import DataFile, aligned_block
 from kvstored.tiers.nvme.failures import VolumeAway
 from kvstored.tiers.nvme.format import BLOCK_BYTES, DamagedError, NewerFormatError, Superblock
 from kvstored.tiers.nvme.index import Environment
+from kvstored.tiers.nvme.index_process import IndexProcess
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Settings:
     threads: int = 4
     make_directory: bool = True
     """Where it is missing, with what is above it; else it is where a device is to be mounted."""
+    read_payload: bool = False
+    """Whether the start reads the bytes of small objects, too: the last index child has died."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class Volume:
     plan: layout.Plan
     data: DataFile
     lock_fd: int
+    process: IndexProcess
     regions: int  # that exist; fewer than planned where the file system is full
     fresh: bool  # formatted just now
     problems: list[str] = field(default_factory=list)
@@ -79,8 +83,7 @@ class Volume:
             self.files.mkdir(path)
             self.files.sync_directory(self.directory)
         size = self.plan.index_bytes if name.startswith(INDEX) else self.plan.small_bytes
-        readers = self.settings.threads + 8
-        return Environment(self.files, path, size, self.superblock.volume, readers)
+        return Environment(self.files, self.process, path, size, self.superblock.volume)
 
     def footprint_bytes(self) -> int:
         """What the file system says all files of the volume hold."""
@@ -115,7 +118,8 @@ class Volume:
             self.files.close(fd)
 
     def close(self) -> None:
-        """Close the data file and give the lock back."""
+        """End the index child, close the data file and give the lock back."""
+        self.process.close()
         self.data.close()
         self.files.close(self.lock_fd)
 
@@ -133,7 +137,7 @@ def open_volume(files: Files, settings: Settings) -> Volume:
             _find_directory(files, directory)
         lock_fd = _lock(files, directory)
         try:
-            return _open_locked(files, settings, lock_fd)
+            return _open_with_child(files, settings, lock_fd)
         except BaseException:
             files.close(lock_fd)
             raise
@@ -144,11 +148,21 @@ def open_volume(files: Files, settings: Settings) -> Volume:
         ) from error
 
 
-def _open_locked(files: Files, settings: Settings, lock_fd: int) -> Volume:
+def _open_with_child(files: Files, settings: Settings, lock_fd: int) -> Volume:
+    process = IndexProcess(settings.directory)
+    try:
+        return _open_locked(files, settings, lock_fd, process)
+    except BaseException:
+        process.close()
+        raise
+
+
+def _open_locked(files: Files, settings: Settings, lock_fd: int, process: IndexProcess) -> Volume:
     directory = settings.directory
     problems: list[str] = []
     names = set(files.listdir(directory)) - _NOT_OURS
     if FORMATTING in names:
+        process.ready()  # the child of a daemon that was killed may still be at it
         for name in sorted(names - {FORMATTING}):
             remove_tree(files, directory / name)
         names = set()
@@ -157,7 +171,10 @@ def _open_locked(files: Files, settings: Settings, lock_fd: int) -> Volume:
             f"data directory {directory} holds files that are not kvstored's",
             "give kvstored a directory of its own",
         )
-    superblock = _format(files, settings) if not names else _superblock(files, directory, problems)
+    if names:
+        superblock = _superblock(files, directory, problems)
+    else:
+        superblock = _format(files, settings, process)
     plan = _plan(files, settings, superblock)
     _refuse_tiny(settings, plan)
     data = DataFile(files, directory / DATA, superblock)
@@ -170,7 +187,9 @@ def _open_locked(files: Files, settings: Settings, lock_fd: int) -> Volume:
         problems.append(
             f"the file system is full: {regions} of {plan.regions} regions could be allocated"
         )
-    return Volume(files, settings, superblock, plan, data, lock_fd, regions, not names, problems)
+    return Volume(
+        files, settings, superblock, plan, data, lock_fd, process, regions, not names, problems
+    )
 
 
 def _make_directory(files: Files, directory: Path) -> None:
@@ -271,7 +290,7 @@ def _write_superblock_file(files: Files, directory: Path, superblock: Superblock
     files.sync_directory(directory)
 
 
-def _format(files: Files, settings: Settings) -> Superblock:
+def _format(files: Files, settings: Settings, process: IndexProcess) -> Superblock:
     """Make a new volume. Until the marker file is gone, a restart begins anew."""
     directory = settings.directory
     region_bytes = settings.region_bytes or layout.default_region_bytes(settings.cap_bytes)
@@ -289,7 +308,7 @@ def _format(files: Files, settings: Settings) -> Superblock:
     )
     for name, size in ((INDEX, plan.index_bytes), (SMALL, plan.small_bytes)):
         files.mkdir(directory / name)
-        env = Environment(files, directory / name, size, superblock.volume)
+        env = Environment(files, process, directory / name, size, superblock.volume)
         env.commit()
         env.close()
     _create(files, directory / DATA)

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -100,6 +101,7 @@ class VolumeTier(Tier):
         self._tasks: set[asyncio.Task[object]] = set()
         self._down = True
         self._opened = False
+        self._died = ""
         self._measuring = False
         self.errors: Counter[str] = Counter()
         """Failures of the device since the start, by stage."""
@@ -130,6 +132,19 @@ class VolumeTier(Tier):
         abandoned = self._space.slots.abandoned
         more = [f"{abandoned} regions are abandoned: a sync of them failed"] if abandoned else []
         return (*self._volume.problems, *more)
+
+    @property
+    def index_died(self) -> str:
+        """How the index child came to its end, "" while it lives: then all that is left to do with
+        the volume is to open it anew.
+        """
+        return self._volume.process.died if self._opened else self._died
+
+    def distrust_index(self) -> None:
+        """Before it is opened: have all that is in LMDB read first, by a process that
+        may die of it.
+        """
+        self._settings = replace(self._settings, read_payload=True)
 
     @property
     def uuid(self) -> bytes:
@@ -238,6 +253,7 @@ class VolumeTier(Tier):
         try:
             return volume, recover(volume)
         except IO_ERRORS as error:
+            self._died = volume.process.died
             volume.close()
             raise DataDirectoryError(
                 f"data directory {volume.directory}: {error}",
@@ -257,10 +273,16 @@ class VolumeTier(Tier):
         await self._reads.close()
         await self._changes.close()
         self._io.shutdown(wait=True)
+        await asyncio.get_running_loop().run_in_executor(self._syncs, self._shut)
         self._syncs.shutdown(wait=True)
-        self._index.close()
-        self._small.close()
-        self._volume.close()
+
+    def _shut(self) -> None:
+        """Close the files, in a thread: the index child is waited for."""
+        try:
+            self._index.close()
+            self._small.close()
+        finally:
+            self._volume.close()
 
     async def _finish(
         self, work: Coroutine[object, object, R], stop: threading.Event | None = None

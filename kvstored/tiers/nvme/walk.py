@@ -3,9 +3,10 @@
 A truncated LMDB file kills the process that reads it (SIGBUS), and a damaged one may do worse. The
 child checks each environment, writes its contents to the descriptor it was given (the columns of
 `record.layout`, then a JSON document) and prints how many records there are room for and how many
-there are, and the size of the document. Exit status 3, with a message on stderr, is a complaint.
+there are, and the size of the document. PAYLOAD 1: the bytes of
+small objects are read as well. Exit status 3, with a message on stderr, is a complaint.
 
-    python -m kvstored.tiers.nvme.walk VOLUME_HEX FD (DIRECTORY MAX_RECORDS)...
+    python -m kvstored.tiers.nvme.walk VOLUME_HEX FD PAYLOAD (DIRECTORY MAX_RECORDS)...
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import lmdb
 import numpy as np
 
 from kvstored.tiers.nvme import index, record
+from kvstored.tiers.nvme import index_wire as wire
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 _COMPLAINT = 3
 _RECORDS_AT_ONCE = 8192
 _MAX_DAMAGED = 10_000
+_CHUNK_KEY_BYTES = 6
 
 
 class ComplaintError(Exception):
@@ -36,11 +39,11 @@ class ComplaintError(Exception):
 
 def main(argv: list[str]) -> int:
     """Walk the environments; the exit status."""
-    volume, fd = bytes.fromhex(argv[1]), int(argv[2])
+    volume, fd, payload = bytes.fromhex(argv[1]), int(argv[2]), argv[3] == "1"
     try:
         sizes = [
-            walk(Path(directory), volume, int(limit), fd)
-            for directory, limit in zip(argv[3::2], argv[4::2], strict=True)
+            walk(Path(directory), volume, int(limit), fd, payload)
+            for directory, limit in zip(argv[4::2], argv[5::2], strict=True)
         ]
     except (ComplaintError, lmdb.Error, OSError, ValueError) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -49,13 +52,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def walk(directory: Path, volume: bytes, limit: int, fd: int) -> list[int]:
+def walk(directory: Path, volume: bytes, limit: int, fd: int, payload: bool) -> list[int]:
     """Append the environment's contents to the file `fd`; records expected, records whole, and the
     document's bytes.
     """
     held = os.stat(directory / "data.mdb").st_size
     env = lmdb.open(
-        str(directory), readonly=True, lock=False, max_dbs=len(index.DATABASES), readahead=True
+        str(directory), readonly=True, lock=False, max_dbs=len(wire.DATABASES), readahead=True
     )
     used = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     if used > held:
@@ -63,18 +66,18 @@ def walk(directory: Path, volume: bytes, limit: int, fd: int) -> list[int]:
     with env.begin() as txn:
         names = {
             name: env.open_db(name, txn, create=False, dupsort=dup, dupfixed=dup)
-            for name in index.DATABASES
-            for dup in [name == index.RECORDS]
+            for name in wire.DATABASES
+            for dup in [name == wire.RECORDS]
         }
-        if txn.get(index.VOLUME, db=names[index.META]) != volume:
+        if txn.get(wire.VOLUME, db=names[wire.META]) != volume:
             raise ComplaintError("belongs to another volume, or to none")
-        expected = txn.stat(names[index.RECORDS])["entries"]
+        expected = txn.stat(names[wire.RECORDS])["entries"]
         if expected > limit:
             raise ComplaintError(f"{expected} records, at most {limit} can be")
         columns = _Columns(fd, expected)
         found = 0
         rejected: list[tuple[str, str]] = []
-        for part in _records(txn, names[index.RECORDS], expected):
+        for part in _records(txn, names[wire.RECORDS], expected):
             found += len(part)
             if found > expected:
                 raise ComplaintError(f"more than {expected} records, which were expected")
@@ -91,11 +94,24 @@ def walk(directory: Path, volume: bytes, limit: int, fd: int) -> list[int]:
         if found != expected:
             raise ComplaintError(f"{found} records found, {expected} expected")
         damaged = found - columns.count
+        if payload:
+            _read_payload(txn, names[wire.PAYLOAD])
         rest = _tables(txn, names) | {"damaged": damaged, "rejected": rejected}
     document = json.dumps(rest).encode()
     os.lseek(fd, 0, os.SEEK_END)
     _write_all(fd, document)
     return [expected, columns.count, len(document)]
+
+
+def _read_payload(txn: lmdb.Transaction, db: lmdb._Database) -> None:
+    """Look at every page of it: whoever does may die of one, and it had better be this process."""
+    expected, found = txn.stat(db)["entries"], 0
+    for key, value in txn.cursor(db).iternext():
+        found += 1
+        if len(key) != _CHUNK_KEY_BYTES or len(value) > wire.CHUNK_BYTES or found > expected:
+            raise ComplaintError("payload that cannot be")
+    if found != expected:
+        raise ComplaintError(f"{found} pieces of payload found, {expected} expected")
 
 
 class _Columns:
@@ -156,17 +172,17 @@ def _records(txn: lmdb.Transaction, db: lmdb._Database, expected: int) -> Iterat
 def _tables(txn: lmdb.Transaction, dbs: dict[bytes, lmdb._Database]) -> dict[str, object]:
     """Everything but the records, for JSON."""
     names: dict[str, dict[str, str]] = {kind: {} for kind in index.KINDS}
-    for key, name in txn.cursor(dbs[index.NAMES]).iternext():
+    for key, name in txn.cursor(dbs[wire.NAMES]).iternext():
         kind, number = bytes(key[:1]).decode(), int.from_bytes(key[1:], "big")
         names[kind][str(number)] = name.hex()
     families = [
         (key[: index.FINGERPRINT_BYTES].hex(), key[index.FINGERPRINT_BYTES :].hex(), spec.hex())
-        for key, spec in txn.cursor(dbs[index.FAMILIES]).iternext()
+        for key, spec in txn.cursor(dbs[wire.FAMILIES]).iternext()
     ]
     opened = {
-        str(int.from_bytes(key[len(index.OPENED) :], "big")): bitmap.hex()
-        for key, bitmap in txn.cursor(dbs[index.META]).iternext()
-        if bytes(key).startswith(index.OPENED)
+        str(int.from_bytes(key[len(wire.OPENED) :], "big")): bitmap.hex()
+        for key, bitmap in txn.cursor(dbs[wire.META]).iternext()
+        if bytes(key).startswith(wire.OPENED)
     }
     return {"names": names, "families": families, "opened": opened}
 

@@ -34,14 +34,21 @@ class Loaded:
     rejected: list[tuple[bytes, bytes]] = field(default_factory=list)  # those, as they were stored
 
 
-def walk(volume: bytes, environments: Sequence[tuple[Path, int]], timeout_s: float) -> list[Loaded]:
-    """Have a child read environments, given with the most records each can have.
+def walk(
+    volume: bytes,
+    environments: Sequence[tuple[Path, int]],
+    timeout_s: float,
+    *,
+    payload: bool = False,
+) -> list[Loaded]:
+    """Have a child read environments, given with the most records each can have; with `payload`
+    every byte of small objects too.
 
     Raises WalkError if any of them is not to be trusted; which, only a child of its own can tell.
     """
     fd = os.memfd_create("kvstored-walk", os.MFD_CLOEXEC)
     try:
-        sizes = _run(volume, environments, fd, timeout_s)
+        sizes = _run(volume, environments, fd, timeout_s, payload)
         total = os.fstat(fd).st_size
         expected = sum(record.layout(most)[1] + document for most, _, document in sizes)
         if total != expected or len(sizes) != len(environments):
@@ -59,11 +66,15 @@ def walk(volume: bytes, environments: Sequence[tuple[Path, int]], timeout_s: flo
 
 
 def _run(
-    volume: bytes, environments: Sequence[tuple[Path, int]], fd: int, timeout_s: float
+    volume: bytes,
+    environments: Sequence[tuple[Path, int]],
+    fd: int,
+    timeout_s: float,
+    payload: bool,
 ) -> list[list[int]]:
     """Spawn the child and wait; the sizes it printed."""
     command = [sys.executable, "-m", WALKER_MODULE]
-    arguments = [volume.hex(), str(fd)]
+    arguments = [volume.hex(), str(fd), "1" if payload else "0"]
     for directory, limit in environments:
         arguments += [str(directory), str(limit)]
     try:

@@ -1,0 +1,202 @@
+"""The daemon's side of a volume's index child: started, asked, and seen to be gone.
+
+A child that dies, or does not answer in time, is not started again by itself: whether its last
+commit holds is not known then. The volume is, with a walk; see Member.look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import lmdb
+
+from kvstored.tiers.nvme import index_wire as wire
+
+CHILD_MODULE = "kvstored.tiers.nvme.index_child"
+DEADLINE_S = 60.0
+"""For one request: a commit on a device that is busy may take long."""
+_MESSAGE_BYTES = 300
+
+
+class IndexProcess:
+    """The index child of one volume. Thread-safe; everything blocks but `died`."""
+
+    def __init__(self, directory: Path, deadline_s: float = DEADLINE_S) -> None:
+        """Start it. Raises OSError. It is not ready yet; see `ready`."""
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._died = ""
+        self._closed = False
+        self._said = os.memfd_create("kvstored-index", os.MFD_CLOEXEC)
+        pairs = [socket.socketpair() for _ in range(wire.CHANNELS)]
+        self._sockets = [ours for ours, _ in pairs]
+        theirs = [their for _, their in pairs]
+        try:
+            self._process = _spawn(directory, theirs, self._said)
+        except BaseException:
+            _release(self._sockets, self._said)
+            raise
+        finally:
+            for their in theirs:
+                their.close()
+        self._abandoned = weakref.finalize(self, _abandon, self._process, self._sockets, self._said)
+        self._abandoned.atexit = False  # it sees our end by itself
+        self._pools: dict[str, queue.SimpleQueue[socket.socket]] = {}
+        for sock in self._sockets:
+            sock.settimeout(deadline_s)
+        for name, sock in zip(wire.WRITERS, self._sockets, strict=False):
+            self._pools[name] = queue.SimpleQueue()
+            if sock is not self._sockets[0]:  # that one is busy until the child is ready
+                self._pools[name].put(sock)
+        self._pools["read"] = queue.SimpleQueue()
+        for sock in self._sockets[len(wire.WRITERS) :]:
+            self._pools["read"].put(sock)
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    @property
+    def died(self) -> str:
+        """How it came to its end, "" while it lives or where it was to. Does not block."""
+        if not self._died and not self._closed and self._process.poll() is not None:
+            self._died = self._how()
+        return self._died
+
+    @property
+    def crashed(self) -> bool:
+        """It died of itself, as one does of a damaged file."""
+        code = self._process.poll()
+        return bool(self.died) and code is not None and code < 0 and -code != signal.SIGKILL
+
+    def ready(self) -> None:
+        """Wait until it serves, and every earlier child of this volume has ended. Raises OSError.
+
+        To be called once, before anything is asked.
+        """
+        if self._is_ready:
+            return
+        try:
+            wire.receive(self._sockets[0])
+        except (wire.EndedError, OSError) as error:
+            raise self._failed(error) from error
+        self._is_ready = True
+        self._pools[wire.WRITERS[0]].put(self._sockets[0])
+
+    def ask(self, channel: str, *request: bytes | memoryview) -> list[bytes]:
+        """Have something done: "read", or a change of one of WRITERS.
+
+        Raises lmdb.Error, or OSError; ENOTCONN where the child is gone, and then only once it is.
+        """
+        pool = self._pools[channel]
+        try:
+            sock = pool.get(timeout=self._deadline_s)
+        except queue.Empty as error:
+            raise self._failed(TimeoutError("timed out")) from error
+        try:
+            if self.died or self._closed:
+                raise self._gone()
+            try:
+                wire.send(sock, request)
+                answer = wire.receive(sock)
+            except (wire.EndedError, OSError) as error:
+                raise self._failed(error) from error
+        finally:
+            pool.put(sock)
+        return _unwrapped(answer)
+
+    def _gone(self) -> OSError:
+        return OSError(errno.ENOTCONN, self._died or "the index process was ended")
+
+    def _failed(self, error: Exception) -> OSError:
+        """End what cannot be talked to, and wait until it has."""
+        with self._lock:
+            if not self._died:
+                timed_out = isinstance(error, TimeoutError)
+                if timed_out:
+                    self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)  # it hung up: it is on its way
+                self._process.kill()
+                self._process.wait()
+                late = f", for it gave no answer for {self._deadline_s:g} s" if timed_out else ""
+                self._died = self._how() + late
+        return self._gone()
+
+    def _how(self) -> str:
+        code = self._process.returncode
+        how = f"signal {-code}" if code < 0 else f"exit {code}"
+        try:
+            size = os.fstat(self._said).st_size
+            said = os.pread(self._said, _MESSAGE_BYTES, max(0, size - _MESSAGE_BYTES))
+        except OSError:
+            said = b""
+        words = " ".join(said.decode(errors="replace").split())
+        return f"the index process ended: {how}{': ' if words else ''}{words}"
+
+    def close(self) -> None:
+        """Have it end, and wait until it has: its files may be used by another then."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sock in self._sockets:
+                sock.close()
+            try:
+                self._process.wait(self._deadline_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._abandoned.detach()
+            os.close(self._said)
+
+
+def _spawn(directory: Path, theirs: Sequence[socket.socket], said: int) -> subprocess.Popen[bytes]:
+    fds = [sock.fileno() for sock in theirs]
+    return subprocess.Popen(
+        [sys.executable, "-m", CHILD_MODULE, str(directory), *map(str, fds)],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=said,
+        process_group=0,  # what a terminal sends is not for it
+    )
+
+
+def _release(sockets: Sequence[socket.socket], said: int) -> None:
+    for sock in sockets:
+        sock.close()
+    os.close(said)
+
+
+def _abandon(process: subprocess.Popen[bytes], sockets: Sequence[socket.socket], said: int) -> None:
+    """What is left of an owner that never closed it."""
+    _release(sockets, said)
+    process.kill()
+    process.wait()
+
+
+def _unwrapped(answer: list[bytes]) -> list[bytes]:
+    """What was asked for. Raises what the child says was raised."""
+    how, *rest = answer
+    if how == wire.DONE:
+        return rest
+    what, text = rest[0].decode(), rest[1].decode(errors="replace")
+    if how == wire.LMDB_ERROR:
+        kind = getattr(lmdb, what, lmdb.Error)
+        raise kind(text)
+    raise OSError(int(what), text)

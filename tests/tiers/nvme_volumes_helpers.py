@@ -53,13 +53,17 @@ def make_volume(spec: VolumeSpec, files: Files) -> VolumeTier:
 
 
 def walk_here(
-    volume: bytes, environments: Sequence[tuple[Path, int]], fd: int, timeout_s: float
+    volume: bytes,
+    environments: Sequence[tuple[Path, int]],
+    fd: int,
+    timeout_s: float,
+    payload: bool,
 ) -> list[list[int]]:
     """What `walker._run` does, without a process for each volume that is opened again: that takes
     most of the time of these tests. Others show the process, and what it is for.
     """
     del timeout_s
-    return [walk.walk(directory, volume, limit, fd) for directory, limit in environments]
+    return [walk.walk(directory, volume, limit, fd, payload) for directory, limit in environments]
 
 
 async def until(true: Callable[[], bool], seconds: float = 20) -> None:

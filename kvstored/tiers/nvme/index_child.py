@@ -1,8 +1,9 @@
 """The child process in which a volume's LMDB environments are open.
 
-LMDB maps its file: a device that fails, a file that was cut off, or a damaged page kills the process
-that looks at it. So a process that does nothing else looks, one for each volume. It serves one
-request at a time on each of its sockets, and ends when the daemon has closed them all, or is gone.
+LMDB maps its file: a device that fails, a file that was cut off, or a damaged page kills the
+process that looks at it. So a process that does nothing else looks, one for each volume. It serves
+one request at a time on each of its sockets, and ends when the daemon has closed them all, or is
+gone.
 
     python -m kvstored.tiers.nvme.index_child DIRECTORY FD...
 

@@ -1,0 +1,159 @@
+"""LMDB that kills whoever looks at it: one volume's objects are misses for a while, no more."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import struct
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+from tiers.conformance import KIB, make_sample
+from tiers.nvme_volumes_helpers import World, until
+
+from kvstored.io.base import RealFiles
+from kvstored.tiers.base import VOLUME_SHIFT, ReadOutcome
+from kvstored.tiers.nvme.format import is_small
+from kvstored.tiers.nvme.index import Environment
+from kvstored.tiers.nvme.index_process import IndexProcess
+from kvstored.tiers.nvme.status import VolumeState
+
+PAGE_BYTES = 4096
+LEAF, BIG = 2, 1
+SMALL, LARGE = 20 * KIB, 100 * KIB
+IN_VOLUME = (1 << VOLUME_SHIFT) - 1
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path, 2)
+    await made.start()
+    yield made
+    await made.end()
+
+
+def child(world: World, number: int) -> IndexProcess:
+    tier = world.tier._volumes._members[number].tier
+    assert tier is not None
+    return tier._volume.process
+
+
+def small_on(world: World, number: int) -> list[int]:
+    return [p for p in world.on(number) if is_small(p & IN_VOLUME)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_killed_under_load(world: World, seed: int) -> None:
+    rng = random.Random(seed)
+    numbers = iter(range(1, 100_000))
+    halt = False
+
+    async def puts() -> None:
+        while not halt:
+            lengths = [rng.choice((SMALL, LARGE)) for _ in range(6)]
+            samples = [make_sample(length, next(numbers)) for length in lengths]
+            for sample in samples:
+                world.samples[sample.meta.key] = sample
+            await world.put(samples)
+            if len(world.held) > 60:
+                await world.delete([world.held[p] for p in sorted(world.held)[:40:2]])
+
+    async def gets() -> None:
+        while not halt:
+            if world.held:
+                places = rng.sample(sorted(world.held), min(6, len(world.held)))
+                await world.read(places)
+            await asyncio.sleep(0)
+
+    load = [asyncio.ensure_future(puts()), asyncio.ensure_future(gets())]
+    for times in range(1, 3):
+        more = next(numbers) + rng.randint(20, 90)
+        await until(lambda more=more: next(numbers) > more)  # type: ignore[misc]
+        os.kill(child(world, 1).pid, rng.choice((signal.SIGKILL, signal.SIGBUS)))
+        await until(lambda times=times: world.losses == times)  # type: ignore[misc]
+        await world.becomes(1, VolumeState.OK)
+        assert world.status(0).state is VolumeState.OK
+    halt = True
+    await asyncio.gather(*load)
+    await world.assert_all_read()
+    assert not world.keys() & world.deleted
+    before = world.keys()
+    await world.restart()
+    assert world.keys() >= before
+    await world.assert_all_read()
+
+
+async def test_killed_while_nothing_is_asked(world: World) -> None:
+    await world.put_new(1, 8, SMALL)
+    before = world.keys()
+    first = child(world, 1).pid
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: world.losses == 1)
+    await world.becomes(1, VolumeState.OK)
+    assert world.keys() == before
+    assert child(world, 1).pid != first
+    assert world.status(1).errors == {"index": 1}
+    await world.assert_all_read()
+
+
+def cut_off(path: Path) -> None:
+    os.truncate(path, 2 * PAGE_BYTES)
+
+
+def zero_payload(path: Path) -> None:
+    """Lose every page that says where bytes of small objects are."""
+    pages = path.read_bytes()
+    fd = os.open(path, os.O_WRONLY)
+    lost = 0
+    for at in range(2 * PAGE_BYTES, len(pages), PAGE_BYTES):
+        flags, lower, _ = struct.unpack_from("<HHH", pages, at + 10)
+        if flags != LEAF or lower <= 16:
+            continue
+        (first,) = struct.unpack_from("<H", pages, at + 16)
+        node_flags, key_bytes = struct.unpack_from("<HH", pages, at + first + 4)
+        if node_flags & BIG and key_bytes == 6:
+            os.pwrite(fd, bytes(PAGE_BYTES), at)
+            lost += 1
+    os.close(fd)
+    assert lost
+
+
+@pytest.mark.parametrize("damage", [cut_off])
+async def test_small_is_damaged(world: World, damage: Callable[[Path], None]) -> None:
+    await world.put_new(1, 12, SMALL)
+    await world.put_new(100, 12, LARGE)
+    lost = {world.held[p].meta.key for p in small_on(world, 1)}
+    kept = world.keys() - lost
+    assert len(lost) >= 4
+    damage(world.root / "v1" / "small" / "data.mdb")
+    outcomes = await world.read(small_on(world, 1))
+    assert set(outcomes.values()) <= {ReadOutcome.FAILED, ReadOutcome.DOWN}
+    await until(lambda: world.losses == 1)
+    await world.becomes(1, VolumeState.OK)
+    assert world.keys() == kept
+    assert "small: " in world.status(1).detail
+    await world.assert_all_read()
+    await world.put_new(200, 8, SMALL)
+    assert small_on(world, 1)
+    await world.restart()
+    assert world.keys() >= kept
+    await world.assert_all_read()
+    assert world.status(0).state is VolumeState.OK
+
+
+async def test_index_is_cut_off(world: World) -> None:
+    await world.put_new(1, 12, SMALL)
+    await world.put_new(100, 12, LARGE)
+    before = world.keys()
+    cut_off(world.root / "v1" / "index" / "data.mdb")
+    samples = [make_sample(LARGE, seed) for seed in range(300, 304)]
+    world.samples.update({s.meta.key: s for s in samples})
+    await world.put(samples)
+    await until(lambda: world.losses == 1)
+    await world.becomes(1, VolumeState.OK)
+    assert world.keys() >= before  # made again from the headers
+    await world.assert_all_read()

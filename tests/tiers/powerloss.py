@@ -59,11 +59,15 @@ def walk_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def run(
-        volume: bytes, environments: Sequence[tuple[Path, int]], fd: int, timeout_s: float
+        volume: bytes,
+        environments: Sequence[tuple[Path, int]],
+        fd: int,
+        timeout_s: float,
+        payload: bool,
     ) -> list[list[int]]:
         del timeout_s
         try:
-            return [walk.walk(path, volume, limit, fd) for path, limit in environments]
+            return [walk.walk(path, volume, limit, fd, payload) for path, limit in environments]
         except Exception as error:
             raise walker.WalkError(str(error)) from error
 

@@ -28,6 +28,12 @@ import lmdb
 from kvstored.tiers.nvme import index_wire as wire
 
 _SPARE_READERS = 4
+_DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.ReadersFullError,  # a damaged page has cost them
+)
 
 
 class Store:
@@ -198,8 +204,10 @@ class Server:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         try:
             return [wire.DONE, *self._calls[request[0]](*request[1:])]
-        except lmdb.ReadersFullError:
-            # Readers that a damaged page has cost: nothing but a new process gives them back.
+        except _DAMAGED as error:
+            # Whatever is asked next goes wrong as well, deletes too: only a walk in full mends it.
+            sys.stderr.write(f"{os.fsdecode(request[1])}: {error}\n")
+            sys.stderr.flush()
             os.abort()
         except lmdb.Error as error:
             return [wire.LMDB_ERROR, type(error).__name__.encode(), str(error).encode()]

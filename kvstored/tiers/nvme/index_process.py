@@ -27,6 +27,7 @@ CHILD_MODULE = "kvstored.tiers.nvme.index_child"
 DEADLINE_S = 60.0
 """For one request: a commit on a device that is busy may take long."""
 _MESSAGE_BYTES = 300
+_CRASHES = frozenset(-s for s in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL))
 
 
 class IndexProcess:
@@ -39,6 +40,7 @@ class IndexProcess:
         self._lock = threading.Lock()
         self._died = ""
         self._closed = False
+        self._asked: dict[socket.socket, str] = {}  # what is not answered, or never was
         self._said = os.memfd_create("kvstored-index", os.MFD_CLOEXEC)
         pairs = [socket.socketpair() for _ in range(wire.CHANNELS)]
         self._sockets = [ours for ours, _ in pairs]
@@ -78,10 +80,10 @@ class IndexProcess:
         return self._died
 
     @property
-    def crashed(self) -> bool:
-        """It died of itself, as one does of a damaged file."""
-        code = self._process.poll()
-        return bool(self.died) and code is not None and code < 0 and -code != signal.SIGKILL
+    def suspects(self) -> frozenset[str]:
+        """Environments that it was at when it died of itself, as one does of a damaged file."""
+        crashed = self._process.returncode in _CRASHES
+        return frozenset(list(self._asked.values()) if crashed else ())
 
     def ready(self) -> None:
         """Wait until it serves, and every earlier child of this volume has ended. Raises OSError.
@@ -97,7 +99,7 @@ class IndexProcess:
         self._is_ready = True
         self._pools[wire.WRITERS[0]].put(self._sockets[0])
 
-    def ask(self, channel: str, *request: bytes | memoryview) -> list[bytes]:
+    def ask(self, channel: str, *request: bytes) -> list[bytes]:
         """Have something done: "read", or a change of one of WRITERS.
 
         Raises lmdb.Error, or OSError; ENOTCONN where the child is gone, and then only once it is.
@@ -111,8 +113,10 @@ class IndexProcess:
             if self.died or self._closed:
                 raise self._gone()
             try:
+                self._asked[sock] = os.path.basename(os.fsdecode(request[1]))
                 wire.send(sock, request)
                 answer = wire.receive(sock)
+                del self._asked[sock]
             except (wire.EndedError, OSError) as error:
                 raise self._failed(error) from error
         finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ MOST_CALLS = 64
 """Changes of one volume under way at a time; others wait their turn."""
 MOST_WAITING = 1024
 """Changes that wait or run; more are refused."""
+_MOST_CRASHES, _CRASHES_WITHIN_S = 3, 3600.0
+"""So many crashes at one environment, each that soon after the last, and it is made anew."""
 _RATE_BYTES, _RATE_S = 8 << 20, 0.1
 
 R = TypeVar("R")
@@ -94,6 +97,8 @@ class Member:
         self.probing = False
         self._distrusted = False
         """What is in LMDB is to be read in full before the volume is used again."""
+        self._crashes: Counter[str] = Counter()
+        self._crashed_at = 0.0
         self._make = make
         self._measure = measure
         self._patience = patience
@@ -172,14 +177,16 @@ class Member:
                 "mount its device; or drain it, which gives up what it held",
             )
         tier = self._make(self.spec, self.files)
+        given_up = self._given_up()
         if self._distrusted:
-            tier.distrust_index()
+            tier.distrust_index(given_up)
         try:
             found = await tier.open()
         except BaseException:
             self._distrusted |= bool(tier.index_died)
             raise
         self._distrusted = False
+        del self._crashes[given_up]
         self.files.fresh()
         self.tier = tier
         self.families = set(found.family_specs)
@@ -188,6 +195,21 @@ class Member:
         self.answers_again()
         self._rated = (0, 0.0)
         return found
+
+    def _crashed(self, now: float, suspects: frozenset[str]) -> None:
+        """Take note of the end of an index child, and of what it was at."""
+        self.files.errors["index"] += 1
+        if now > self._crashed_at + _CRASHES_WITHIN_S:
+            self._crashes.clear()
+        self._crashed_at = now
+        self._crashes.update(suspects)
+
+    def _given_up(self) -> str:
+        """The environment that killed one child after the other, though it could be walked. The
+        index first: it is made again from the headers.
+        """
+        many = (name for name in sorted(self._crashes) if self._crashes[name] >= _MOST_CRASHES)
+        return next(many, "")
 
     async def _is_there(self) -> bool:
         try:
@@ -263,9 +285,9 @@ class Member:
         now = time.monotonic()
         reads, changes = self.files.seen("read", now), self.files.seen("change", now)
         died = self.tier.index_died if self.tier is not None else ""
-        if died:
+        if self.tier is not None and died:
             if not self._distrusted:
-                self.files.errors["index"] += 1
+                self._crashed(now, self.tier.index_suspects)
             self._distrusted = True
             reads, changes = (
                 replace(seen, failures=max(1, seen.failures), gone=True, error=died)

@@ -91,6 +91,8 @@ def _walk_both(volume: Volume) -> tuple[Loaded | str, Loaded | str]:
     volume.process.ready()  # from now on no earlier child changes anything
     if volume.fresh:
         return Loaded(), Loaded()
+    if volume.settings.given_up:
+        return _walk_alone(volume, INDEX), _walk_alone(volume, SMALL)
     try:
         index, small = _walk(volume, (INDEX, SMALL))
     except (WalkError, OSError):
@@ -99,6 +101,8 @@ def _walk_both(volume: Volume) -> tuple[Loaded | str, Loaded | str]:
 
 
 def _walk_alone(volume: Volume, name: str) -> Loaded | str:
+    if name == volume.settings.given_up:
+        return "it was read in full, and yet what works with it dies"
     try:
         return _walk(volume, (name,))[0]
     except (WalkError, OSError) as error:

@@ -48,6 +48,8 @@ class Settings:
     """Where it is missing, with what is above it; else it is where a device is to be mounted."""
     read_payload: bool = False
     """Whether the start reads the bytes of small objects, too: the last index child has died."""
+    given_up: str = ""
+    """An environment that is set aside whatever a walk says: it kills one child after the other."""
 
 
 @dataclass(slots=True)

@@ -140,11 +140,16 @@ class VolumeTier(Tier):
         """
         return self._volume.process.died if self._opened else self._died
 
-    def distrust_index(self) -> None:
-        """Before it is opened: have all that is in LMDB read first, by a process that
-        may die of it.
+    @property
+    def index_suspects(self) -> frozenset[str]:
+        """Environments that the index child was at when it crashed."""
+        return self._volume.process.suspects if self._opened else frozenset()
+
+    def distrust_index(self, given_up: str = "") -> None:
+        """Before it is opened: have all that is in LMDB read first, by a process that may die of
+        it; and one environment, if it is named, made anew.
         """
-        self._settings = replace(self._settings, read_payload=True)
+        self._settings = replace(self._settings, read_payload=True, given_up=given_up)
 
     @property
     def uuid(self) -> bytes:

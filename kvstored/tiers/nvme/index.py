@@ -101,7 +101,6 @@ class Environment:
         self.written_bytes = 0
         """What commits wrote, whole pages, as the kernel accounts it to the committing thread."""
         self._writing = threading.Lock()
-        process.ready()
         if "lock.mdb" in files.listdir(path):
             files.unlink(path / "lock.mdb")
         process.ask(self._channel, wire.OPEN, self._name, str(map_bytes).encode(), volume)

@@ -5,15 +5,13 @@ process that looks at it. So a process that does nothing else looks, one for eac
 one request at a time on each of its sockets, and ends when the daemon has closed them all, or is
 gone.
 
-    python -m kvstored.tiers.nvme.index_child DIRECTORY FD...
+    python -m kvstored.tiers.nvme.index_child FD...
 
-It holds an exclusive flock on the volume's directory and waits for it at start: the child of a
-daemon that was killed may still be at its last commit.
+It was given an open descriptor with a flock on the volume's directory, which ends with it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import resource
@@ -262,14 +260,11 @@ def main(argv: list[str]) -> int:
     """Serve until all sockets are closed; the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # meant for the daemon, which then lets us end
-    directory = os.open(argv[1], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(directory, fcntl.LOCK_EX)
-    sockets = [socket.socket(fileno=int(fd)) for fd in argv[2:]]
+    sockets = [socket.socket(fileno=int(fd)) for fd in argv[1:]]
     server = Server()
     threads = [threading.Thread(target=_serve, args=(server, sock)) for sock in sockets]
     for thread in threads:
         thread.start()
-    wire.send(sockets[0], [wire.DONE])
     for thread in threads:
         thread.join()
     return 0

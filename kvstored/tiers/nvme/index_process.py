@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import queue
 import signal
@@ -34,7 +35,7 @@ class IndexProcess:
     """The index child of one volume. Thread-safe; everything blocks but `died`."""
 
     def __init__(self, directory: Path, deadline_s: float = DEADLINE_S) -> None:
-        """Start it. Raises OSError. It is not ready yet; see `ready`."""
+        """Start it, once every earlier child of this volume has ended. Raises OSError."""
         self._directory = directory
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
@@ -60,12 +61,10 @@ class IndexProcess:
             sock.settimeout(deadline_s)
         for name, sock in zip(wire.WRITERS, self._sockets, strict=False):
             self._pools[name] = queue.SimpleQueue()
-            if sock is not self._sockets[0]:  # that one is busy until the child is ready
-                self._pools[name].put(sock)
+            self._pools[name].put(sock)
         self._pools["read"] = queue.SimpleQueue()
         for sock in self._sockets[len(wire.WRITERS) :]:
             self._pools["read"].put(sock)
-        self._is_ready = False
 
     @property
     def pid(self) -> int:
@@ -84,20 +83,6 @@ class IndexProcess:
         """Environments that it was at when it died of itself, as one does of a damaged file."""
         crashed = self._process.returncode in _CRASHES
         return frozenset(list(self._asked.values()) if crashed else ())
-
-    def ready(self) -> None:
-        """Wait until it serves, and every earlier child of this volume has ended. Raises OSError.
-
-        To be called once, before anything is asked.
-        """
-        if self._is_ready:
-            return
-        try:
-            wire.receive(self._sockets[0])
-        except (wire.EndedError, OSError) as error:
-            raise self._failed(error) from error
-        self._is_ready = True
-        self._pools[wire.WRITERS[0]].put(self._sockets[0])
 
     def ask(self, channel: str, *request: bytes) -> list[bytes]:
         """Have something done: "read", or a change of one of WRITERS.
@@ -170,15 +155,24 @@ class IndexProcess:
 
 
 def _spawn(directory: Path, theirs: Sequence[socket.socket], said: int) -> subprocess.Popen[bytes]:
+    """Start the child with a lock on the directory that lasts as long as it does.
+
+    Waited for: the child of a daemon that was killed may still be at its last commit.
+    """
     fds = [sock.fileno() for sock in theirs]
-    return subprocess.Popen(
-        [sys.executable, "-m", CHILD_MODULE, str(directory), *map(str, fds)],
-        pass_fds=fds,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=said,
-        process_group=0,  # what a terminal sends is not for it
-    )
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return subprocess.Popen(
+            [sys.executable, "-m", CHILD_MODULE, *map(str, fds)],
+            pass_fds=[*fds, lock],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            process_group=0,  # what a terminal sends is not for it
+        )
+    finally:
+        os.close(lock)
 
 
 def _release(sockets: Sequence[socket.socket], said: int) -> None:

@@ -88,7 +88,6 @@ def _walk_both(volume: Volume) -> tuple[Loaded | str, Loaded | str]:
 
     One child reads both; only if that fails does each get a child of its own.
     """
-    volume.process.ready()  # from now on no earlier child changes anything
     if volume.fresh:
         return Loaded(), Loaded()
     if volume.settings.given_up:

@@ -164,7 +164,6 @@ def _open_locked(files: Files, settings: Settings, lock_fd: int, process: IndexP
     problems: list[str] = []
     names = set(files.listdir(directory)) - _NOT_OURS
     if FORMATTING in names:
-        process.ready()  # the child of a daemon that was killed may still be at it
         for name in sorted(names - {FORMATTING}):
             remove_tree(files, directory / name)
         names = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -10,12 +11,16 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import lmdb
 import pytest
 from tiers.conformance import KIB, make_sample
 from tiers.nvme_volumes_helpers import World, until
 
+from kvstored.io.base import RealFiles
 from kvstored.tiers.base import VOLUME_SHIFT, ReadOutcome
+from kvstored.tiers.nvme import index_wire as wire
 from kvstored.tiers.nvme.format import is_small
+from kvstored.tiers.nvme.index import Entry, Environment
 from kvstored.tiers.nvme.index_process import IndexProcess
 from kvstored.tiers.nvme.status import VolumeState
 
@@ -180,3 +185,46 @@ async def test_small_that_kills_one_child_after_the_other_is_made_anew(world: Wo
     await world.put_new(200, 8, SMALL)
     assert small_on(world, 1)
     await world.assert_all_read()
+
+
+async def test_next_child_waits_for_the_last(tmp_path: Path) -> None:
+    first = IndexProcess(tmp_path)
+    starting = asyncio.ensure_future(asyncio.to_thread(IndexProcess, tmp_path))
+    done, _ = await asyncio.wait({starting}, timeout=0.2)
+    assert not done
+    first.close()
+    second = await starting
+    second.close()
+
+
+def test_child_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    process = IndexProcess(tmp_path, deadline_s=0.2)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(OSError, match=r"no answer for 0\.2 s") as raised:
+        process.ask("read", wire.BODY, b"small", b"1", b"1")
+    assert raised.value.errno == errno.ENOTCONN
+    assert not Path(f"/proc/{process.pid}").exists()
+    assert not process.suspects
+    process.close()
+    with pytest.raises(OSError, match="index process ended"):
+        process.ask("read", wire.BODY, b"small", b"1", b"1")
+
+
+def test_errors_of_lmdb_are_raised_here(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    process = IndexProcess(tmp_path)
+    env = Environment(RealFiles(), process, tmp_path / "small", 128 * KIB, b"v" * 16)
+    sample = make_sample(60 * KIB, 1)
+    bodies = [(b"h" * 2056, sample.payload) for _ in range(3)]
+    entries = [
+        Entry((1 << 55) + i, sample.meta, i, body=body) for i, body in enumerate(bodies, start=1)
+    ]
+    with pytest.raises(lmdb.MapFullError):
+        env.commit(entries)
+    env.commit(entries[:1])  # names, too, that the failed one did not save
+    block, into = bytearray(2056), bytearray(60 * KIB)
+    assert env.read_body(entries[0].place, memoryview(block), memoryview(into)) == 2056 + 60 * KIB
+    assert into == sample.data
+    assert env.read_body(entries[1].place, memoryview(block), memoryview(into)) == 0
+    env.close()
+    process.close()

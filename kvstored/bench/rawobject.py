@@ -9,10 +9,12 @@ from typing import TypeVar
 import numpy as np
 import obstore
 import uvloop
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
 from kvstored.bench import payloads
 from kvstored.bench.payloads import Bytes
+from kvstored.bench.processes import BenchError
 
 T = TypeVar("T")
 
@@ -21,7 +23,7 @@ class RawObjects:
     """One prefix's objects, put and read by obstore alone, `parallel` requests at once.
 
     An object longer than `range_bytes` is read by several of them, as the daemon does. Bodies stay
-    where obstore has put them: nothing is copied. Raises what obstore does.
+    where obstore has put them: nothing is copied. Raises BenchError where a request fails.
     """
 
     def __init__(self, store: S3Store, parallel: int, range_bytes: int) -> None:
@@ -42,7 +44,7 @@ class RawObjects:
                 self._store, f"{name}/{row}", objects[row], mode="create", use_multipart=False
             )
 
-        self._loop.run_until_complete(self._all(work, range(len(objects))))
+        self._run(work, range(len(objects)))
 
     def read(self, name: str, count: int, nbytes: int) -> list[tuple[int, int, obstore.Bytes]]:
         """Bodies of the ranges of `count` objects: object, where in it, bytes."""
@@ -55,8 +57,17 @@ class RawObjects:
             bodies.append((row, at, body))
 
         spans = [(row, at) for row in range(count) for at in range(0, nbytes, self._range_bytes)]
-        self._loop.run_until_complete(self._all(work, spans))
+        self._run(work, spans)
         return bodies
+
+    def _run(self, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
+        try:
+            self._loop.run_until_complete(self._all(work, items))
+        except ExceptionGroup as group:
+            if group.split((BaseError, OSError))[1] is not None:
+                raise
+            kinds = sorted({type(error).__name__ for error in group.exceptions})
+            raise BenchError(f"bare requests failed: {', '.join(kinds)}") from None
 
     async def _all(self, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
         waiting = iter(items)

@@ -12,7 +12,7 @@ from pathlib import Path
 import obstore
 import pytest
 
-from kvstored.bench import bucket, bucketshape, payloads, processes, rawobject
+from kvstored.bench import bucket, bucketshape, payloads, processes, rawobject, seaweed
 from kvstored.bench.payloads import MIB, Bytes
 from kvstored.bench.processes import BenchError
 from kvstored.kvctl import main
@@ -77,6 +77,13 @@ def test_bare_bodies_are_compared() -> None:
     assert rawobject.compare([(0, 1, body)], objects) == 2
     with pytest.raises(BenchError, match="wrong"):
         rawobject.compare([(1, 1, body)], objects)
+
+
+def test_a_bare_request_that_fails_is_no_ceiling() -> None:
+    raw = rawobject.RawObjects(seaweed.store(9), 2, MIB)
+    with pytest.raises(BenchError, match="bare requests failed"):
+        raw.read("x", 3, MIB)
+    raw.close()
 
 
 def test_a_line_passes_everything_on() -> None:

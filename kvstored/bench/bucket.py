@@ -35,6 +35,7 @@ seems to last so much longer at most; asked more often, it would be the asking t
 
 _SHIFT = 4096 + 64  # between the payloads of two prefixes, which are windows of one random source
 _GIVEN = ObjectSettings()
+_DAY_S = 86_400.0  # of all questions together
 
 Say = Callable[[str], None]
 
@@ -91,7 +92,7 @@ def _measure(shape: Shape, place: Path, delay_ms: int, say: Say) -> list[Case]:
         )
         daemon = stack.enter_context(own)
         client = stack.enter_context(KVClient(daemon.target))
-        operators = Wire(f"unix://{sockets}/kvstored-admin.sock", "default", None, 30.0)
+        operators = Wire(f"unix://{sockets}/kvstored-admin.sock", "default", None, _DAY_S)
         stack.callback(operators.close)
         raw = RawObjects(seaweed.store(port, "raw"), _GIVEN.parallel, _GIVEN.range_bytes)
         stack.callback(raw.close)

@@ -92,6 +92,8 @@ class Member:
         self.running: set[asyncio.Future[Any]] = set()
         self.recording: asyncio.Task[None] | None = None
         self.probing = False
+        self._check_at = 0.0
+        self._checking = False
         self._make = make
         self._measure = measure
         self._patience = patience
@@ -164,7 +166,9 @@ class Member:
 
         Raises DataDirectoryError. It may take for ever, and is not to be cancelled.
         """
-        if expected and self.spec.guarded and not await self._is_there():
+        # Files that vanished in this run were not given up by whoever has the directory made anew.
+        kept = self.spec.guarded or bool(self.uuid)
+        if expected and kept and not await self._is_there():
             raise VolumeAway(
                 f"volume {self.spec.name} is not in {self.spec.directory}",
                 "mount its device; or drain it, which gives up what it held",
@@ -279,6 +283,31 @@ class Member:
                 self.changes.probed(now, self.files.seen("change", now), error)
         finally:
             self.probing = False
+
+    def check_due(self) -> bool:
+        """Whether it is time to check the volume's files by name; one check at a time."""
+        return not self._checking and time.monotonic() >= self._check_at
+
+    async def check(self) -> None:
+        """See that what lies in the directory is what is open; else it is no device any more.
+
+        A device that does not answer is left to the breakers, which see this call as well.
+        """
+        tier = self.tier
+        if tier is None or self._checking:
+            return
+        self._checking = True
+        try:
+            fault = await self.threaded(tier.fault)
+        except OSError:
+            return
+        finally:
+            self._checking = False
+            self._check_at = time.monotonic() + self._patience.check_every_s
+        if fault and self.tier is tier:
+            now = time.monotonic()
+            for breaker in (self.reads, self.changes):
+                breaker.vanished(now, fault)
 
     async def _asked(self, question: Callable[..., None], *arguments: object) -> str:
         """What the device had to say against it; nothing if it answered."""

@@ -492,6 +492,20 @@ def test_what_cannot_be_checked(
     assert said in out.err
 
 
+def test_a_directory_that_is_no_volume_but_holds_some(
+    volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = volume.parent / "node" / "data"  # a directory, named like a volume's file
+    data.mkdir(parents=True)
+    (data / "LOCK").touch()
+    volume.rename(data / "nvme")
+    for directory in (data, data.parent):
+        assert main(["fsck", "--offline", str(directory)]) == 2
+        err = capsys.readouterr().err
+        assert "holds no volume" in err
+        assert str(data / "nvme") in err
+
+
 def test_damage_ends_with_1(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(volume / "superblock", 50)
     flip(volume / "data", 50)

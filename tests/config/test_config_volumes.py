@@ -156,6 +156,7 @@ def test_one_file_system_is_noticed_by_itself(tmp_path: Path, a: Path, b: Path) 
         ('path = "mnt/x"', 'nvme.volumes.x.path = "mnt/x"', "write an absolute path"),
         ('name = "x"', "nvme.volumes.x.path", "give the absolute path"),
         ("drain = true", "nvme.volumes.#1.path", "give the absolute path"),
+        ('path = "/a\\u0000b"\nname = "x"', "nvme.volumes.x.path", "cannot hold a NUL"),
         ('path = ""\nname = "x"', 'nvme.volumes.x.path = ""', "give the absolute path"),
         ('path = "PATH"\ncap_byte = 1', "nvme.volumes.a.cap_byte = 1", "did you mean cap_bytes?"),
         ('path = "PATH"\ncap_bytes = "1MiB"', "nvme.volumes.a.cap_bytes", "must be from 16 MiB"),

@@ -17,9 +17,10 @@ from kvstored.bench import payloads, processes, rounds, seaweed
 from kvstored.bench.bucketshape import Shape, shape_of
 from kvstored.bench.diskshape import default_directory
 from kvstored.bench.leftovers import removed
+from kvstored.bench.memory import Written
 from kvstored.bench.payloads import MIB, Bytes
 from kvstored.bench.processes import BenchError
-from kvstored.bench.rawobject import RawObjects, compare
+from kvstored.bench.rawobject import RawObjects
 from kvstored.bench.report import MIN_ROUNDS, Case, Json
 from kvstored.kvctl.wire import Wire
 from kvstored.server.allocator import keep_freed_frames
@@ -96,8 +97,12 @@ def _measure(shape: Shape, place: Path, delay_ms: int, say: Say) -> list[Case]:
         stack.callback(operators.close)
         raw = RawObjects(seaweed.store(port, "raw"), _GIVEN.parallel, _GIVEN.range_bytes)
         stack.callback(raw.close)
-        measured = Prefixes(shape, client, Uploads(operators), raw, daemon.pid)
-        return measured.measure(delay_ms, say)
+        segment = stack.enter_context(contextlib.closing(Written(shape.prefix_bytes)))
+        measured = Prefixes(shape, client, Uploads(operators), raw, segment, daemon.pid)
+        try:
+            return measured.measure(delay_ms, say)
+        finally:
+            measured.close()
 
 
 @contextlib.contextmanager
@@ -146,7 +151,13 @@ class Prefixes:
     """The rounds of one object size, on a daemon and a bucket that are new."""
 
     def __init__(
-        self, shape: Shape, client: KVClient, uploads: Uploads, raw: RawObjects, pid: int
+        self,
+        shape: Shape,
+        client: KVClient,
+        uploads: Uploads,
+        raw: RawObjects,
+        segment: Written,
+        pid: int,
     ) -> None:
         self._shape = shape
         self._client = client
@@ -158,6 +169,18 @@ class Prefixes:
         self._prefixes: list[Prefix] = []
         self._turn = -1
         self._cpu = Cpu(pid)
+        self._into: Bytes | None = segment.array().reshape(shape.chunks, shape.object_bytes)
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self._into = None
+
+    @property
+    def _memory(self) -> Bytes:
+        """Where bare reads go, written over."""
+        assert self._into is not None
+        self._into.fill(0)
+        return self._into
 
     def measure(self, delay_ms: int, say: Say) -> list[Case]:
         """Put prefixes, each put a round, and read them again."""
@@ -220,8 +243,9 @@ class Prefixes:
 
     def _look(self, number: int) -> int:
         """Compare what the bare put of that round has put; the daemon's is read in `get_cold`."""
-        there = self._raw.read(str(number), self._shape.chunks, self._shape.object_bytes)
-        return compare(there, self._source(number))
+        into = self._memory
+        self._raw.read(str(number), into)
+        return payloads.compare(into, self._source(number))
 
     # ---- get ---------------------------------------------------------------------------------
 
@@ -257,15 +281,9 @@ class Prefixes:
     def _read(self) -> float:
         """Rate of the bare read of what the round of that number put."""
         number = self._turn % (self._shape.rounds + 1)
-        read = []
-        rate = self._rate(
-            lambda: read.append(
-                self._raw.read(str(number), self._shape.chunks, self._shape.object_bytes)
-            ),
-            bare=True,
-        )
-        if compare(read[0], self._source(number)) != self._shape.prefix_bytes:
-            raise BenchError("the bare read was not of all bytes")
+        into = self._memory
+        rate = self._rate(lambda: self._raw.read(str(number), into), bare=True)
+        payloads.compare(into, self._source(number))
         return rate
 
 

@@ -1,4 +1,4 @@
-"""Volumes whose files are removed, replaced or cut short while they are in use."""
+"""Volumes whose files are removed, replaced, cut short or overwritten while they are in use."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import errno
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiers.conformance import make_sample
-from tiers.nvme_volumes_helpers import World, until, walk_here
+from tiers.nvme_volumes_helpers import PATIENCE, World, until, walk_here
 
 from kvstored.io.faults import Fault
+from kvstored.tiers.base import ReadOutcome
 from kvstored.tiers.nvme import walker
 from kvstored.tiers.nvme.status import VolumeState
 
@@ -112,3 +114,46 @@ async def test_a_directory_that_does_not_answer_is_no_removal(tmp_path: Path) ->
         await world.assert_all_read()
     finally:
         await world.end()
+
+
+async def test_transfers_that_come_to_an_end_count_as_failures(tmp_path: Path) -> None:
+    """A read behind the end of a file brings nothing, and the kernel calls that a success."""
+    world = World(tmp_path, 2, replace(PATIENCE, check_every_s=3600))
+    await world.start()
+    try:
+        await world.put_new(1, 12)
+        there = world.on(1)
+        os.truncate(tmp_path / "v1/data", 4096)
+        await world.read(there)
+        await until(lambda: world.losses == 1)
+        assert world.status(1).errors["read"] >= PATIENCE.failures
+    finally:
+        await world.end()
+
+
+async def test_writes_that_move_nothing_count_as_failures(world: World) -> None:
+    await world.put_new(1, 12)
+    world.files.inject(Fault("pwritev", f"{world.root}/v1/data", short=0.0))
+    seeds = iter(range(100, 10_000, 4))
+    while world.status(1).state is VolumeState.OK:
+        seed = next(seeds)
+        await world.put([make_sample(100_000, seed + i) for i in range(4)])
+    assert world.status(1).errors["write"] >= PATIENCE.failures
+    world.files.clear()
+    await world.becomes(1, VolumeState.OK)
+
+
+async def test_errors_of_lmdb_are_shown(world: World) -> None:
+    """Pages of small objects are read through a mapping, which no file operation shows."""
+    await world.put_new(1, 40, length=20_000)
+    there = world.on(1)
+    with (world.root / "v1/small/data.mdb").open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(bytes(128 * 4096))
+    outcomes = set((await world.read(there)).values())
+    assert ReadOutcome.OK not in outcomes
+    assert world.status(1).errors["read"] >= 1
+    errors = dict(world.status(1).errors)
+    shutil.rmtree(world.root / "v1")
+    await world.becomes(1, VolumeState.LOST)
+    assert world.status(1).errors.items() >= errors.items(), "also of a life that is over"

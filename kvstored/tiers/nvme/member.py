@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ class Member:
         self.running: set[asyncio.Future[Any]] = set()
         self.recording: asyncio.Task[None] | None = None
         self.probing = False
+        self._errors: Counter[str] = Counter()  # of earlier lives
         self._check_at = 0.0
         self._checking = False
         self._make = make
@@ -129,7 +131,7 @@ class Member:
     def status(self) -> VolumeStatus:
         """See VolumeStatus."""
         tier = self.tier
-        errors = dict(self.files.errors)
+        errors = self._all_errors()
         if tier is None:
             return VolumeStatus(
                 self.number, self.spec.name, self.spec.directory, self.state, self.detail, "closed",
@@ -158,6 +160,15 @@ class Member:
             regions_free=free,
             regions_abandoned=abandoned,
         )
+
+    def _all_errors(self) -> dict[str, int]:
+        """Failures by stage, since the start: of file operations, and of what the volume makes of
+        them, such as reads of LMDB that no file operation shows. What both count, counts once.
+        """
+        of_volume = self._errors.copy()
+        if self.tier is not None:
+            of_volume += Counter(dict(self.tier.errors))  # threads add to it: copied at one go
+        return dict(Counter(dict(self.files.errors)) | of_volume)
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -224,6 +235,8 @@ class Member:
         """End this life of the volume: nothing is asked of it any more. The caller closes what
         comes back.
         """
+        if self.tier is not None:
+            self._errors += Counter(dict(self.tier.errors))
         tier, self.tier = self.tier, None
         self.life += 1
         self.owed.clear()

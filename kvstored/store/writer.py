@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstored.store.api import let_go
@@ -106,6 +107,11 @@ class Writer:
         """The future of an object that is dirty now, or None."""
         dirty = self._dirty.get((ns.number, row))
         return dirty.durable if dirty is not None and dirty.alive else None
+
+    def pending_of(self, ns: Namespace, rows: Mapping[int, int]) -> dict[int, asyncio.Future[bool]]:
+        """`pending` of those of the rows that are dirty, by what they are filed under."""
+        found = ((at, self.pending(ns, row)) for at, row in rows.items())
+        return {at: future for at, future in found if future is not None}
 
     def busy(self, ns: Namespace, chunk: int) -> bool:
         """Whether some object of the chunk is dirty."""

@@ -58,6 +58,9 @@ async def test_they_stay_and_are_found_again_when_it_is_put_again(tmp_path: Path
             *[pb.MISS_EVICTED, pb.IN_NVME, pb.IN_NVME],
         ]
         assert store.match(run, pb.PREFIX, pb.DEPTH_NODE).chunks == 0
+        got, states = await c.get(run)
+        assert set(got) == {1, 2, 4, 5}
+        assert {states[0], states[3]} == {pb.MISS_EVICTED}
         assert store.accounts.evicted["default", "nvme", "capacity"].chunks == 2  # 0 and 3
         for i in (0, 3):
             await c.put(prefix.part(i, i + 1), CONTENTS[i : i + 1])

@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "NVMe bytes handed out unverified",
         "kvstored/store/loader.py",
-        "if outcome is ReadOutcome.OK:",
-        "if outcome in (ReadOutcome.OK, ReadOutcome.CORRUPT):",
+        "if outcome is not ReadOutcome.OK:",
+        "if outcome not in (ReadOutcome.OK, ReadOutcome.CORRUPT):",
         ("tests/store/test_store_nvme.py",),
     ),
     Mutant(

@@ -190,6 +190,16 @@ def test_slots(volume: Path) -> None:
     assert not report.clean
 
 
+def test_padding_is_no_damage(volume: Path) -> None:
+    """No checksum covers it, no reader gets it, and a scrub says nothing of it."""
+    slot = by_length(volume)[MIB + 2]
+    flip(volume / "data", slot.offset + 4096 + MIB + 2)
+    report = check(volume)
+    assert found(report) == {("padding_not_zero", place(slot))}
+    assert report.clean
+    assert report.figures["objects_good"] == len(SMALL) + len(LARGE)
+
+
 def test_device_that_does_not_answer(whole: Path) -> None:
     slots = by_length(whole)
     report = check(whole, Watched(slots[MIB].offset + 4096))

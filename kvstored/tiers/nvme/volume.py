@@ -217,6 +217,7 @@ def _superblock(files: Files, directory: Path, problems: list[str]) -> Superbloc
     """Of the two copies the one in the data file counts, if it is whole. The other is mended."""
     found: dict[str, Superblock] = {}
     faults = []
+    silent: list[OSError] = []
     for name in (DATA, SUPERBLOCK):
         try:
             found[name] = Superblock.decode(_first_block(files, directory / name))
@@ -227,6 +228,14 @@ def _superblock(files: Files, directory: Path, problems: list[str]) -> Superbloc
             ) from error
         except (DamagedError, OSError) as error:
             faults.append(f"{name}: {error}")
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                silent.append(error)
+    if silent and not found:
+        raise DataDirectoryError(
+            f"volume directory {directory}: the device does not give its superblocks "
+            f"({'; '.join(faults)})",
+            "see to the device, and leave what is there: the volume is taken up when it answers",
+        ) from silent[0]
     if not found:
         raise DataDirectoryError(
             f"data directory {directory}: both superblocks are unreadable ({'; '.join(faults)})",

@@ -34,8 +34,9 @@ format: deps
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two at a time, a module's tests together: half of them wait for processes that they have started.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The generator is older than the runtime on purpose: what protoc 25 writes runs with every
 # protobuf from 4.25 on, while newer ones refuse older runtimes. It needs a venv of its own because

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
 import obstore
 import uvloop
+from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
-from kvstored.bench import payloads
 from kvstored.bench.payloads import Bytes
+from kvstored.bench.processes import BenchError
 
 T = TypeVar("T")
 
@@ -20,8 +21,9 @@ T = TypeVar("T")
 class RawObjects:
     """One prefix's objects, put and read by obstore alone, `parallel` requests at once.
 
-    An object longer than `range_bytes` is read by several of them, as the daemon does. Bodies stay
-    where obstore has put them: nothing is copied. Raises what obstore does.
+    An object longer than `range_bytes` is read by several of them, as the daemon does. obstore puts
+    a body where it likes; it is copied to its place from there. Raises BenchError where a request
+    fails.
     """
 
     def __init__(self, store: S3Store, parallel: int, range_bytes: int) -> None:
@@ -42,21 +44,29 @@ class RawObjects:
                 self._store, f"{name}/{row}", objects[row], mode="create", use_multipart=False
             )
 
-        self._loop.run_until_complete(self._all(work, range(len(objects))))
+        self._run(work, range(len(objects)))
 
-    def read(self, name: str, count: int, nbytes: int) -> list[tuple[int, int, obstore.Bytes]]:
-        """Bodies of the ranges of `count` objects: object, where in it, bytes."""
-        bodies: list[tuple[int, int, obstore.Bytes]] = []
+    def read(self, name: str, into: Bytes) -> None:
+        """Read objects, one into each row."""
+        count, nbytes = into.shape
 
         async def work(span: tuple[int, int]) -> None:
             row, at = span
             stop = min(at + self._range_bytes, nbytes)
             body = await obstore.get_range_async(self._store, f"{name}/{row}", start=at, end=stop)
-            bodies.append((row, at, body))
+            np.copyto(into[row, at:stop], np.frombuffer(memoryview(body), np.uint8))
 
         spans = [(row, at) for row in range(count) for at in range(0, nbytes, self._range_bytes)]
-        self._loop.run_until_complete(self._all(work, spans))
-        return bodies
+        self._run(work, spans)
+
+    def _run(self, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
+        try:
+            self._loop.run_until_complete(self._all(work, items))
+        except ExceptionGroup as group:
+            if group.split((BaseError, OSError))[1] is not None:
+                raise
+            kinds = sorted({type(error).__name__ for error in group.exceptions})
+            raise BenchError(f"bare requests failed: {', '.join(kinds)}") from None
 
     async def _all(self, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
         waiting = iter(items)
@@ -68,12 +78,3 @@ class RawObjects:
         async with asyncio.TaskGroup() as group:
             for _ in range(self._parallel):
                 group.create_task(worker())
-
-
-def compare(bodies: Sequence[tuple[int, int, obstore.Bytes]], objects: Bytes) -> int:
-    """How many bytes were compared: all. Raises BenchError where they differ."""
-    total = 0
-    for row, at, body in bodies:
-        got = np.frombuffer(memoryview(body), np.uint8)
-        total += payloads.compare(got, objects[row, at : at + len(got)])
-    return total

@@ -33,7 +33,7 @@ class Disk:
     `missing`: why it cannot be used now, in words, `fault`: why it never can; at most one of them,
     and only where both are "" the rest is known. `device` and `inode` tell one directory under two
     names; `free_bytes` is what the whole file system has free and `held_bytes` what the directory
-    holds already.
+    holds already; `used`: there is a volume in it.
     """
 
     real: Path
@@ -43,6 +43,7 @@ class Disk:
     inode: int = 0
     free_bytes: int = 0
     held_bytes: int = 0
+    used: bool = False
 
     @property
     def known(self) -> bool:
@@ -106,7 +107,13 @@ def _known(path: Path, real: Path, found: os.stat_result) -> Disk:
         inode=found.st_ino,
         free_bytes=system.f_bavail * system.f_frsize,
         held_bytes=host.held_bytes_below(path),
+        used=holds_volume(path),
     )
+
+
+def holds_volume(path: Path) -> bool:
+    """Whether there is a volume in a directory already (docs/nvme-format.md)."""
+    return any(os.path.exists(path / name) for name in ("superblock", "data"))
 
 
 def _try(path: Path) -> None:

@@ -86,14 +86,16 @@ def _one_volume(section: Section, data_dir: Path, report: Report) -> NvmeSetting
                 "NVMe tier, and a restart loses everything"
             )
         return NvmeSettings(enabled=False, cap_bytes=0)
-    if cap_bytes > disk_bytes:
+    path = data_dir / DEFAULT_VOLUME
+    if cap_bytes > disk_bytes and disks.holds_volume(path):
+        report.warnings.append(_smaller(DEFAULT_VOLUME, path, cap_bytes, disk_bytes))
+    elif cap_bytes > disk_bytes:
         section.complain(
             "cap_bytes",
             f"{format_size(cap_bytes)} is above what the disk of {data_dir} can hold: "
             f"{format_size(disk_bytes)} (free space and what kvstored holds there already); lower "
             "it, or set nvme.enabled = false to do without the tier",
         )
-    path = data_dir / DEFAULT_VOLUME
     only = VolumeSettings(DEFAULT_VOLUME, path, cap_bytes, drain=False, listed=False)
     return NvmeSettings(enabled=True, cap_bytes=cap_bytes, volumes=(only,))
 
@@ -101,6 +103,15 @@ def _one_volume(section: Section, data_dir: Path, report: Report) -> NvmeSetting
 def _default_bytes(disk_bytes: int, volumes: int = 1) -> int:
     """Cap of each of some volumes on a disk, where none is given."""
     return min(DEFAULT_BYTES, disk_bytes // 2 // volumes // STEP_BYTES * STEP_BYTES)
+
+
+def _smaller(names: str, path: Path, cap_bytes: int, room_bytes: int) -> str:
+    """What is there already is no mistake of the configuration: others may have filled the disk."""
+    return (
+        f"{names}: {format_size(cap_bytes)} is above what the file system of {path} can hold: "
+        f"{format_size(room_bytes)} (free space and what kvstored holds there already); until "
+        "something is freed there, and the daemon started again, the cap is that much smaller"
+    )
 
 
 @dataclass(slots=True)
@@ -225,8 +236,16 @@ class _Listed:
             room_bytes = on_it[0][1].free_bytes + sum(disk.held_bytes for _, disk in on_it)
             if caps_bytes <= room_bytes:
                 continue
-            last = on_it[-1][0]
-            more = f", with those of {_names(on_it[:-1])}," if len(on_it) > 1 else ""
+            fresh = [(v, disk) for v, disk in on_it if not disk.used]
+            fresh_room_bytes = on_it[0][1].free_bytes + sum(disk.held_bytes for _, disk in fresh)
+            if sum(v.cap_bytes for v, _ in fresh) <= fresh_room_bytes and len(fresh) < len(on_it):
+                path = on_it[-1][1].real
+                warning = _smaller(_names(on_it), path, caps_bytes, room_bytes)
+                self._report.warnings.append(warning)
+                continue
+            last = (fresh or on_it)[-1][0]
+            others = _names([other for other in on_it if other[0] is not last])
+            more = f", with those of {others}," if others else ""
             last.section.complain(
                 "cap_bytes",
                 f"{format_size(caps_bytes)}{more} is above what the file system of {last.path} can "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,7 @@ from kvstored.io.base import Files, RealFiles
 _OURS = {"LOCK", "superblock", "data", "index", "small", "lost+found"}
 _LEFT_BEHIND = {"index.new", "superblock.new"}
 _SAY_EVERY_S = 2.0
+_MOST_LOOKED_AT = 64
 
 Say = Callable[[str], None]
 
@@ -49,10 +51,14 @@ def check_volume(directory: Path, options: Options, say: Say, files: Files | Non
         raise DataDirectoryError(
             f"{directory}: {error.strerror or error}", "name a volume's directory"
         ) from error
-    if not names & {"superblock", "data"}:
+    if not any(_is_file(files, directory / name) for name in ("superblock", "data")):
+        below = ", ".join(map(str, _volumes_below(files, directory)))
         raise DataDirectoryError(
             f"{directory} holds no volume",
-            "name the directory with the file `superblock`: data_dir/nvme, or the path of a volume",
+            f"name a directory with the file `superblock`: {below}"
+            if below
+            else "name the directory with the file `superblock`: data_dir/nvme, or the path of a "
+            "volume",
         )
     lock = take_lock(files, directory, needed=not options.ignore_lock)
     report.locked = lock is None and "LOCK" in names
@@ -66,6 +72,31 @@ def check_volume(directory: Path, options: Options, say: Say, files: Files | Non
         if lock is not None:
             files.close(lock)
     return report
+
+
+def _is_file(files: Files, path: Path) -> bool:
+    """Whether it is a file, or may be one: where that cannot be said the check says what is."""
+    try:
+        return stat.S_ISREG(files.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def _volumes_below(files: Files, directory: Path, deep: int = 2) -> list[Path]:
+    """Directories within a directory, at most so deep, that look like volumes."""
+    found: list[Path] = []
+    try:
+        names = sorted(files.listdir(directory)) if deep else []
+    except OSError:
+        names = []
+    for path in (directory / name for name in names[:_MOST_LOOKED_AT]):
+        if _is_file(files, path / "superblock"):
+            found.append(path)
+        else:
+            found += _volumes_below(files, path, deep - 1)
+    return found
 
 
 def _look_around(names: set[str], report: Report) -> None:

@@ -10,12 +10,15 @@ from kvstored.kvctl.access import Access
 from kvstored.kvctl.files import FileReceiver, named_files, read_objects
 from kvstored.kvctl.outcome import DONE, FAILED, Outcome
 from kvstored.kvctl.selection import Mistake, Selection, prompt, select
+from kvstored.kvctl.sinks import STDOUT, check_destination, descriptor
 from kvstored.kvctl.text import Json
 from kvstored.kvctl.wire import Wire
 from kvstored_client import ChunkState, States
 from kvstored_client.proto import kvstore_pb2 as pb
 from kvstored_client.proto import methods
 from kvstored_client.results import tier_name
+
+_MOST_TTL_S = 3.2e9  # a century
 
 
 def _greet(wire: Wire, chosen: Selection) -> pb.ChunkRun:
@@ -93,7 +96,8 @@ def get(args: argparse.Namespace, access: Access) -> Outcome:
         **_chunk_answer(bytes(states)),
     }
     status = DONE if all(held) else FAILED
-    return Outcome(status, answer, text.chunks("read", answer, bytes(states)))
+    aside = any(descriptor(path) == STDOUT for path in files.values())
+    return Outcome(status, answer, text.chunks("read", answer, bytes(states)), aside)
 
 
 def _single_files(options: list[str]) -> dict[str, Path]:
@@ -101,12 +105,15 @@ def _single_files(options: list[str]) -> dict[str, Path]:
     for name, paths in files.items():
         if len(paths) > 1:
             raise Mistake(f"--part {name}: given twice")
+        check_destination(f"--part {name}={paths[0]}", paths[0])
     return {name: paths[0] for name, paths in files.items()}
 
 
 def put(args: argparse.Namespace, access: Access) -> Outcome:
     """Store chunks from files."""
     prefix = prompt(args)
+    if not 0 <= args.ttl <= _MOST_TTL_S:  # which NaN is not, either
+        raise Mistake(f"--ttl {args.ttl:g}: 0 (the namespace's default) to {_MOST_TTL_S:g} seconds")
     names, views = read_objects(prefix.family, named_files(args.part))
     with access.client() as client:
         client.check(timeout_s=access.timeout_s)  # says in words what a refusal would not

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvstored.kvctl import arguments as command_line
 from kvstored.kvctl import chunks, fsck, text, tiers, volumes
 from kvstored.kvctl.access import Access
-from kvstored.kvctl.outcome import DONE, FAILED, WRONG_USAGE, Outcome, failure
+from kvstored.kvctl.outcome import BROKEN_PIPE, DONE, FAILED, WRONG_USAGE, Outcome, failure
 from kvstored.kvctl.selection import Mistake, hex_bytes
 from kvstored.kvctl.text import Json
 from kvstored_client import KVStoredClientError
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run kvctl; the exit status."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at exit it is too late to be quiet
+    except BrokenPipeError:  # whoever read has gone, as in `kvctl list | head`
+        _forget_output()
+        return BROKEN_PIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = command_line.parser().parse_args(argv)
     try:
         outcome = (
@@ -37,17 +49,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = failure(WRONG_USAGE, str(error))
     except KVStoredClientError as error:
         outcome = failure(FAILED, str(error))
+    except BrokenPipeError:
+        raise
     except OSError as error:
         outcome = failure(FAILED, str(error))
     except KeyboardInterrupt:
         return 130
+    out = sys.stderr if outcome.aside else sys.stdout
     if args.json:
-        sys.stdout.write(json.dumps(outcome.answer) + "\n")
+        out.write(json.dumps(outcome.answer) + "\n")
     elif "error" not in outcome.answer:
-        sys.stdout.write(outcome.people + "\n")
+        out.write(outcome.people + "\n")
     if "error" in outcome.answer:
         sys.stderr.write(f"kvctl: {outcome.people}\n")
     return outcome.status
+
+
+def _forget_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter writes it out as it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _carry_out(args: argparse.Namespace, access: Access) -> Outcome:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import xxhash
@@ -13,6 +11,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from kvstored.kvctl.selection import Mistake
+from kvstored.kvctl.sinks import Sink, open_sink
 from kvstored_client.failures import GarbageError
 from kvstored_client.identity import KVFamily, KVPart
 from kvstored_client.proto import kvstore_pb2 as pb
@@ -74,7 +73,7 @@ class FileReceiver:
     def __init__(self, parts: tuple[str, ...], files: dict[str, Path]) -> None:
         self._parts = parts
         self._paths = files
-        self._files: dict[str, BinaryIO] = {}
+        self._sinks: dict[str, Sink] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -89,8 +88,12 @@ class FileReceiver:
         self._written = dict.fromkeys(self._parts, 0)
         self._kept = dict.fromkeys(self._parts, 0)
         self.abandon()
-        for name, path in self._paths.items():
-            self._files[name] = _beside(path).open("wb")
+        try:
+            for name, path in self._paths.items():
+                self._sinks[name] = open_sink(path)
+        except OSError:
+            self.abandon()
+            raise
 
     def feed(self, message: bytes) -> None:
         """See Receiver."""
@@ -123,7 +126,7 @@ class FileReceiver:
             piece, frame = frame[: self._left], frame[self._left :]
             self._hash.update(piece)
             if self._wanted(item):
-                self._files[part].write(piece)
+                self._sinks[part].file.write(piece)
             self._left -= len(piece)
             if not self._left:
                 self._close(item, part)
@@ -134,7 +137,7 @@ class FileReceiver:
     def _wanted(self, item: pb.GetObject) -> bool:
         """Whether it continues its part's file."""
         part = self._part(item)
-        return part in self._files and item.index // len(self._parts) == self._written[part]
+        return part in self._sinks and item.index // len(self._parts) == self._written[part]
 
     def _close(self, item: pb.GetObject, part: str) -> None:
         if self._hash.digest() != item.checksum:
@@ -153,21 +156,15 @@ class FileReceiver:
 
         A part of which nothing came leaves its file as it was.
         """
-        for name in [name for name, nbytes in self._kept.items() if nbytes]:
-            file = self._files.pop(name, None)
-            if file is not None:
-                file.truncate(self._kept[name])
-                file.close()
-                os.replace(_beside(self._paths[name]), self._paths[name])
-        self.abandon()
+        try:
+            for name, nbytes in self._kept.items():
+                if nbytes and name in self._sinks:
+                    self._sinks[name].keep(nbytes)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Remove what is unfinished."""
-        for name, file in self._files.items():
-            file.close()
-            _beside(self._paths[name]).unlink(missing_ok=True)
-        self._files = {}
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
+        for sink in self._sinks.values():
+            sink.abandon()
+        self._sinks = {}

@@ -25,6 +25,8 @@ from kvstored.tiers.base import TierKind
 
 NONE = -1
 TIERS = (TierKind.RAM, TierKind.NVME)
+_LATELY = 64
+_LATELY_BYTES = 512 * 32
 TIER_BIT = {tier: 1 << tier.value for tier in TierKind}
 
 PART_SHIFT = 32
@@ -76,6 +78,8 @@ class ChunkIndex:
 
     def __init__(self) -> None:
         self._keys = KeyTable()
+        self._lately: dict[bytes, NDArray[np.int32]] = {}  # packed keys -> their rows
+        self._lately_at = 0
         # Of chunks whose parent is not held; the others know it by its row.
         self._orphans: dict[bytes, set[int]] = {}  # parent key -> rows that wait for it
         self._orphan_parents: dict[int, bytes] = {}  # row -> parent key
@@ -169,8 +173,20 @@ class ChunkIndex:
         return self._keys.find(key)
 
     def find_many(self, packed: bytes) -> NDArray[np.int32]:
-        """Each key's row, or NONE; shape [keys]. `packed`: whole keys back to back."""
-        return self._keys.find_many(packed)
+        """Each key's row, or NONE; shape [keys]. `packed`: whole keys back to back.
+
+        An engine asks for the same keys several times in a row (match, acquire): as long as no key
+        has come or gone, what was found lately is found again.
+        """
+        if self._lately_at != self._keys.changes or len(self._lately) >= _LATELY:
+            self._lately.clear()
+            self._lately_at = self._keys.changes
+        rows = self._lately.get(packed)
+        if rows is None:
+            rows = self._keys.find_many(packed)
+            if len(packed) <= _LATELY_BYTES:
+                self._lately[packed] = rows
+        return rows.copy()  # callers write into theirs
 
     def key(self, chunk: int) -> bytes:
         """A chunk's key."""

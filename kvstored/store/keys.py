@@ -197,6 +197,8 @@ class KeyTable:
         self._old: Buckets | None = None
         self._moved = 0  # leading buckets of the old table that were moved
         self._live = 0
+        self.changes = 0
+        """Grows with every key that comes or goes: what was found is good until then."""
 
     def reserve(self, rows: int, keys: int) -> None:
         """Make room for so many rows and, in a table that is empty, for so many keys at once."""
@@ -232,6 +234,7 @@ class KeyTable:
         tags = _tags_of(self.hashes(packed))
         self._young.fill(tags[order], rows[order].view(np.uint32))
         self._live = len(rows)
+        self.changes += 1
 
     def __len__(self) -> int:
         """Keys held."""
@@ -308,6 +311,7 @@ class KeyTable:
             self._renew()
         self._young.insert(self._tag(key), row)
         self._live += 1
+        self.changes += 1
         if self._old is not None:
             self._move()
 
@@ -324,6 +328,7 @@ class KeyTable:
                 self._renew()
             self._young.insert_many(tags[at:stop], unsigned[at:stop])
             self._live += stop - at
+            self.changes += 1
             for _ in range(_BATCH // 8):  # one in eight keys: fast enough to be done in time
                 if self._old is not None:
                     self._move()
@@ -337,6 +342,7 @@ class KeyTable:
         if not self._young.remove(tag, row) and self._old is not None:
             self._old.remove(tag, row)
         self._live -= 1
+        self.changes += 1
         if self._old is not None:
             self._move()
         elif self._live < self._young.min_live:

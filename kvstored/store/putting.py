@@ -16,6 +16,7 @@ from kvstored.store.index import NONE, Chain
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
 from kvstored.store.room import Room
+from kvstored.store.sending_down import above, send_again
 from kvstored.store.trash import Trash
 from kvstored.store.writer import Writer
 from kvstored.tiers.base import NoRoom, ObjectMeta, TierKind, padded_bytes
@@ -258,7 +259,6 @@ class Putter:
         self._ram.publish_many(places, run.keys[span], part, checksums, pieces)
         for got in whole:
             del opened.places[got.index]
-        ttl_ms = offer.ttl_ms or ns.default_ttl_ms
         for key in run.keys[span]:
             ns.ghosts.forget(key)
         ends = np.arange(run.start + first + 1, run.start + first + count + 1, dtype=np.uint64)
@@ -272,7 +272,7 @@ class Putter:
             tenant=ns.tenant_number(run.tenant),
             depth=run.start + first,
             end_tokens=ends,
-            expires_ms=now_ms() + ttl_ms if ttl_ms else 0,
+            expires_ms=self._expiry_ms(ns, offer),
             part=run.parts[0],
             lengths=np.array(offer.lengths_bytes[span], np.uint32),
             checksums=checksums,
@@ -312,6 +312,9 @@ class Putter:
             row = ns.index.find_object(chunk, run.parts[j])
             if row != NONE:  # somebody else was first while our bytes came
                 return self._already(ns, row, length, got.checksum)
+            if ns.index.first_object[chunk] == NONE:  # it had stayed for what is below it
+                ns.ghosts.forget(run.keys[i])
+                ns.index.set_expiry(chunk, self._expiry_ms(ns, offer))
         else:
             chunk = self._add_chunk(ns, offer, i, int(chunks[i - 1]) if i else NONE)
             chunks[i] = added[run.keys[i]] = chunk
@@ -326,7 +329,6 @@ class Putter:
 
     def _add_chunk(self, ns: Namespace, offer: PutOffer, i: int, parent_row: int) -> int:
         run = offer.run
-        ttl_ms = offer.ttl_ms or ns.default_ttl_ms
         ns.ghosts.forget(run.keys[i])
         return ns.index.add_chunk(
             run.keys[i],
@@ -335,9 +337,14 @@ class Putter:
             tenant=ns.tenant_number(run.tenant),
             depth=run.start + i,
             end_token=run.chunk_end_token(i),
-            expires_ms=now_ms() + ttl_ms if ttl_ms else 0,
+            expires_ms=self._expiry_ms(ns, offer),
             parent_row=parent_row,
         )
+
+    @staticmethod
+    def _expiry_ms(ns: Namespace, offer: PutOffer) -> int:
+        ttl_ms = offer.ttl_ms or ns.default_ttl_ms
+        return now_ms() + ttl_ms if ttl_ms else 0
 
     def _meta(
         self, ns: Namespace, chunk: int, offer: PutOffer, i: int, j: int, got: Received
@@ -365,15 +372,20 @@ class Putter:
             for index, row in self._object_rows(ns, offer)
             if states[index] in (pb.STORED, pb.EXISTED)
         }
-        self._write_again(ns, offer, rows)
-        pending = {
-            index: future
-            for index, row in rows.items()
-            if self._writer is not None and (future := self._writer.pending(ns, row)) is not None
-        }
-        if pending:
-            left = max(0.0, offer.deadline - time.monotonic())
-            await asyncio.wait(pending.values(), timeout=left)
+        pending: dict[int, asyncio.Future[bool]] = {}
+        if self._writer is not None and rows:
+            higher = above(ns, ns.index.object_chunk[rows[min(rows)]])
+            lacking = [*higher, *rows.values()]
+            send_again(ns, lacking, self._writer, self._ram, self._max_dirty_bytes)
+            pending = self._writer.pending_of(ns, rows)
+            # Also for what is above, though what is durable is so whatever comes of that.
+            waiting = [
+                *pending.values(),
+                *self._writer.pending_of(ns, dict(enumerate(higher))).values(),
+            ]
+            if waiting:
+                left = max(0.0, offer.deadline - time.monotonic())
+                await asyncio.wait(waiting, timeout=left)
         for index in states_of(states, pb.STORED, pb.EXISTED):
             row = rows.get(index)
             future = pending.get(index)
@@ -384,25 +396,6 @@ class Putter:
             )
             if not durable:
                 states[index] = pb.STORED_NOT_DURABLE
-
-    def _write_again(self, ns: Namespace, offer: PutOffer, rows: dict[int, int]) -> None:
-        """Send what RAM alone has (the tier below evicted it, or took it badly) down once more, as
-        far as the bound on dirty bytes goes.
-        """
-        writer, index = self._writer, ns.index
-        if writer is None:
-            return
-        for number, row in rows.items():
-            place = index.place[TierKind.RAM][row]
-            below = index.place[TierKind.NVME][row] != NONE or writer.pending(ns, row) is not None
-            nbytes = padded_bytes(index.object_length[row])
-            held = writer.dirty_bytes + writer.claimed_bytes
-            if place == NONE or below or held + nbytes > self._max_dirty_bytes:
-                continue
-            i, j = divmod(number, len(offer.run.parts))
-            got = Received(number, *self._ram.checksums(place))
-            meta = self._meta(ns, index.object_chunk[row], offer, i, j, got)
-            writer.submit(ns, row, meta, place)
 
     def _object_rows(self, ns: Namespace, offer: PutOffer) -> list[tuple[int, int]]:
         found = []

@@ -127,7 +127,7 @@ class GetStream:
                 continue
             rows = [index.find_object(chunk, p) if chunk != NONE else NONE for _, p in parts]
             if NONE in rows and self._pool is None:
-                self._states[i] = pb.MISS_NEVER_STORED
+                self._states[i] = self._ns.ghosts.reason(run.keys[i])
                 continue
             if chunk != NONE:
                 held.append(chunk)

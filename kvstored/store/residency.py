@@ -24,6 +24,8 @@ _log = logging.getLogger("kvstored.decisions")
 at once has written down whatever is not held any more, unless it was lost.
 """
 
+_DURABLE = TIER_BIT[TierKind.NVME]
+_FIRST_TO_GO = 1  # the least tick; 0 is none
 _FEW = 8  # chunks touched faster one by one than by an array
 TIER_LABEL = {TierKind.RAM: "ram", TierKind.NVME: "nvme", TierKind.OBJECT: "object"}
 
@@ -190,7 +192,7 @@ class Residency:
     def evict_chunk(self, ns: Namespace, chunk: int, tier: TierKind) -> int:
         """Take a chunk out of one tier, for room. Gives the bytes freed there.
 
-        If no other tier has it, the chunk is gone, and its subtree with it.
+        If no other tier has it, what lies below it is found by no prefix any more; see `_cut_off`.
         """
         index = ns.index
         places = []
@@ -201,10 +203,31 @@ class Residency:
                 places.append(self.unplace_object(ns, row, tier, "capacity"))
         self._discard(tier, places)
         if not index.tiers[chunk]:
-            self.drop_subtree(ns, chunk, pb.MISS_EVICTED, "capacity")
+            self._cut_off(ns, chunk)
         else:
             self._forget_homeless(ns, chunk)
         return freed
+
+    def _cut_off(self, ns: Namespace, chunk: int) -> None:
+        """A chunk has left its last tier. What lies below it and is durable stays, and goes first
+        where room is needed; what RAM alone has of it goes now.
+
+        As in `drop_object`, chunks stay without objects while something lies below them. Where
+        there was one already, all below it has been through this.
+        """
+        index = ns.index
+        below = [chunk]
+        for row in below:
+            below.extend(c for c in index.child_rows(row) if index.first_object[c] != NONE)
+        for row in reversed(below):
+            if index.tiers[row] & _DURABLE:
+                index.tick[row] = _FIRST_TO_GO
+                for tier in TIERS:
+                    if index.tiers[row] & TIER_BIT[tier] and not index.children[tier][row]:
+                        index.on_leaf[tier](row)
+            else:
+                for obj in list(index.object_rows(row)):
+                    self.drop_object(ns, obj, pb.MISS_EVICTED, "unreachable")
 
     def _forget_homeless(self, ns: Namespace, chunk: int) -> None:
         """Forget objects of the chunk that no tier has (another part of it is still held)."""

@@ -155,8 +155,8 @@ class Room:
         """No leaf may go: evict chunks above those that somebody keeps. Gives the bytes freed.
 
         Without it the lease of one leaf would keep its whole prefix in place, which nobody is
-        charged for. A chunk that is nowhere else goes with its subtree; what is leased of that
-        stays where its reader looks.
+        charged for. With a chunk that is nowhere else goes what RAM alone has below it; what is
+        leased of that stays where its reader looks.
         """
         oldest = sorted(
             (tick, ns.number, ns, row)

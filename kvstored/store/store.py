@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstored import errors
-from kvstored.store import families, recovery
+from kvstored.store import families, prefetching, recovery
 from kvstored.store.accounting import Accounts
 from kvstored.store.api import (
     Family,
@@ -26,13 +26,13 @@ from kvstored.store.api import (
     StoppedReport,
 )
 from kvstored.store.counting import count_get, count_leased, count_match
+from kvstored.store.deleting import Deleter
 from kvstored.store.index import NONE, TIER_BIT
 from kvstored.store.leasing import AcquireStream, hold_run, lease_run
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.lookup import match
 from kvstored.store.namespace import MAX_PINNED_CHUNKS, Namespace
 from kvstored.store.pooling import Pooling, PoolingSettings
-from kvstored.store.purging import purge_here
 from kvstored.store.putting import Putter
 from kvstored.store.rates import Rates
 from kvstored.store.reading import GetStream
@@ -42,13 +42,11 @@ from kvstored.store.rotten import drop_rotten
 from kvstored.store.trash import Trash
 from kvstored.store.views import list_page, status_reply, usage_reply
 from kvstored.store.volumes import Volumes
-from kvstored.store.walk import column, objects_of, padded
 from kvstored.store.writer import Writer
 from kvstored.supervise import Supervisor
 from kvstored.tiers.base import VOLUME_SHIFT, Recovered, Tier, TierKind
 from kvstored.tiers.object.api import Pool
 from kvstored.tiers.ram.tier import RamTier
-from kvstored_client.identity import KEY_BYTES
 from kvstored_client.proto import admin_pb2
 from kvstored_client.proto import kvstore_pb2 as pb
 
@@ -56,7 +54,6 @@ log = logging.getLogger("kvstored.store")
 
 SWEEP_EVERY_S = 1.0
 SWEEP_ROWS = 16384
-DELETE_ROWS = 256
 MAX_PIN_MS = 3_600_000
 
 
@@ -138,6 +135,9 @@ class Store:
             self._trash,
             settings.max_dirty_bytes,
             self.pooling.offering.stored if self.pooling is not None else None,
+        )
+        self._deleter = Deleter(
+            self.tiers, self.writer, self._volumes, self.pooling, self.residency, self._trash
         )
         self._sweep_at: dict[str, int] = {}
 
@@ -414,59 +414,7 @@ class Store:
         delete is not sure to outlive it; or where the bucket has not confirmed it. Only the keys
         named that this node held count in the answer.
         """
-        ns = self.namespace(run.namespace)
-        if self.pooling is None:
-            return (await self._delete_here(ns, run, corrupt))[0]
-        return await self.pooling.delete(
-            ns, run, deadline, lambda: self._delete_here(ns, run, corrupt)
-        )
-
-    async def _delete_here(
-        self, ns: Namespace, run: Run, corrupt: bool
-    ) -> tuple[int, Sequence[bytes]]:
-        """Drop the run's chunks from the local tiers; how many it held, and all keys that went."""
-        keys = dict.fromkeys(run.keys)  # held or not: a volume that is away may have them
-        adopted = self._volumes.adopted
-        dropped = await self._drop(ns, run.packed, keys, corrupt)
-        while True:
-            # Also those that another delete, or the clock, has dropped and is still waiting for.
-            if self.writer is not None and (dying := self.writer.dying(ns)):
-                await asyncio.wait(dying)
-            if self.nvme is not None:
-                await self.nvme.forget(ns.name, run.family.fingerprint, list(keys))
-                await self._volumes.settled(ns, keys)
-            # What a volume brought back after we had looked, and before the tier was told.
-            if self._volumes.adopted == adopted:
-                break
-            adopted = self._volumes.adopted
-            if not await self._drop(ns, b"".join(keys), keys, corrupt):
-                break
-        for tier in self.tiers:
-            await self._trash.flush(tier)
-        return dropped, [*keys]
-
-    async def _drop(
-        self, ns: Namespace, packed: bytes, keys: dict[bytes, None], corrupt: bool
-    ) -> int:
-        """Drop chunks and what lies below them, whose keys are added to `keys`; how many were held
-        of those named.
-        """
-        state = pb.MISS_CORRUPT if corrupt else pb.MISS_DELETED
-        reason = "corrupt" if corrupt else "deleted"
-        dropped = 0
-        # From the end, a slice at a time: others have their turn between slices that were held.
-        for stop in range(len(packed) // KEY_BYTES, 0, -DELETE_ROWS):
-            first = max(0, stop - DELETE_ROWS)
-            found = ns.index.find_many(packed[first * KEY_BYTES : stop * KEY_BYTES])
-            rows = found[found != NONE][::-1].tolist()
-            for chunk in rows:
-                if ns.index.held(chunk):  # else it went with one that is above it, or came twice
-                    below = self.residency.drop_subtree(ns, chunk, state, reason)
-                    keys.update(dict.fromkeys(below))
-                    dropped += 1
-            if rows and first:
-                await asyncio.sleep(0)  # others have their turn between slices
-        return dropped
+        return await self._deleter.delete(self.namespace(run.namespace), run, corrupt, deadline)
 
     async def purge(self, namespace: str, tenant: str, deadline: float) -> tuple[int, int]:
         """Drop everything of a namespace, or of one of its tenants unless "": chunks of this node,
@@ -476,49 +424,20 @@ class Store:
         be left by the deadline (time.monotonic()).
         """
         ns = self.namespaces.get(namespace)
-        if not namespace or (ns is None and self.pooling is None):
-            raise errors.BadRequest(
-                f"there is no namespace {namespace!r}", "name one of the daemon's"
-            )
-
-        async def here() -> int:
-            return await purge_here(ns, tenant, self._delete_here) if ns is not None else 0
-
-        if self.pooling is None:
-            return await here(), 0
-        return await self.pooling.purge(namespace, tenant, deadline, here)
+        return await self._deleter.purge(namespace, ns, tenant, deadline)
 
     async def prefetch(self, run: Run, deadline: float) -> bytes:
         """Bring the run's leading chunks into RAM, as many as half of the namespace's RAM cap
         holds. Gives where each is when it returns.
         """
         ns = self.namespace(run.namespace)
-        rows = self._below_ram(ns, run)
-        futures: list[asyncio.Future[Loaded]] = []
-        if rows and self._loader is not None:
-            futures += self._loader.want(ns, rows, time.monotonic())
-        if self.pooling is not None:
-            most_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
-            futures += self.pooling.prefetch(ns, run, most_bytes, deadline)
+        most_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
+        futures = prefetching.begin(ns, run, most_bytes, deadline, self._loader, self.pooling)
         for future in futures:  # nobody reads what it brings: its lease ends as it begins
             future.add_done_callback(self._release_loaded)
         if futures:
             await asyncio.wait(futures, timeout=max(0.0, deadline - time.monotonic()))
         return match(ns, run, pb.EACH, pb.DEPTH_NODE, self.rates.eta_ms).states
-
-    def _below_ram(self, ns: Namespace, run: Run) -> list[int]:
-        """Object rows of the run's leading chunks that are not in RAM, up to half of the cap."""
-        index, at_ms = ns.index, now_ms()
-        left_bytes = self.ram.namespace_usage(ns.name).cap_bytes // 2
-        _, objects = objects_of(index, ns.find_many(run.packed, at_ms))
-        wanted = np.zeros(len(run.family.parts), np.bool_)
-        wanted[list(run.parts)] = True
-        objects = objects[wanted[column(index.object_part, np.uint16)[objects]]]
-        fit = int(np.searchsorted(np.cumsum(padded(index, objects)), left_bytes, side="right"))
-        objects = objects[:fit]
-        there = column(index.place[TierKind.RAM], np.int64)[objects] != NONE
-        rows: list[int] = objects[~there].tolist()
-        return rows
 
     def _release_loaded(self, future: asyncio.Future[Loaded]) -> None:
         if not future.cancelled() and (place := future.result().place) != NONE:

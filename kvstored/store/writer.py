@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvstored.store.api import let_go
@@ -34,6 +35,7 @@ _log = logging.getLogger("kvstored.store")
 BATCH_BYTES = 64 << 20
 BATCH_OBJECTS = 1024
 _ROOM_MAY_COME = (NoRoom.TIER, NoRoom.NAMESPACE)
+_MOST_TOLD = 1000
 BATCHES_AT_ONCE = 2
 """While one is being synced and committed, another keeps the device busy."""
 
@@ -78,6 +80,7 @@ class Writer:
         self._stuck: set[asyncio.Task[None]] = set()  # one for each payload a device may still read
         self._work = asyncio.Event()
         self._left: dict[tuple[int, int], Dirty] = {}  # failed; in RAM only, as far as known
+        self._told: set[tuple[int, bytes]] = set()  # families of which too large objects were seen
         self.dirty_bytes = 0
         self.claimed_bytes = 0
         """Of puts that are under way; they become dirty when they are published."""
@@ -106,6 +109,11 @@ class Writer:
         """The future of an object that is dirty now, or None."""
         dirty = self._dirty.get((ns.number, row))
         return dirty.durable if dirty is not None and dirty.alive else None
+
+    def pending_of(self, ns: Namespace, rows: Mapping[int, int]) -> dict[int, asyncio.Future[bool]]:
+        """`pending` of those of the rows that are dirty, by what they are filed under."""
+        found = ((at, self.pending(ns, row)) for at, row in rows.items())
+        return {at: future for at, future in found if future is not None}
 
     def busy(self, ns: Namespace, chunk: int) -> bool:
         """Whether some object of the chunk is dirty."""
@@ -143,17 +151,44 @@ class Writer:
         """Find places for a batch, and have it written."""
         self._placing = batch
         try:
-            refusal = await self._place()
-            if refusal in _ROOM_MAY_COME and self._writing:
-                # What is being written cannot be evicted; some of it can once it is there.
-                await asyncio.wait(self._writing)
-                await self._place()
+            waited = False
+            while (refusal := await self._place()) is not None:
+                if refusal is NoRoom.NEVER:
+                    self._drop_too_large()
+                elif refusal in _ROOM_MAY_COME and self._writing and not waited:
+                    # What is being written cannot be evicted; some of it can once it is there.
+                    await asyncio.wait(self._writing)
+                    waited = True
+                else:
+                    break
             for dirty in self._placing:
                 self._fail(dirty, "no_room")
         finally:  # also when this task dies: nobody may wait for ever
             for dirty in self._placing:
                 self._finish(dirty, False)
             self._placing = []
+
+    def _drop_too_large(self) -> None:
+        """Give up the first of `_placing`, which is larger than the tier ever takes, and all
+        that are as large; what comes behind them is not to suffer for that.
+        """
+        first = self._placing[0]
+        least = first.meta.length_bytes
+        family = (first.ns.number, first.meta.family)
+        if family not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(family)
+            _log.warning(
+                "objects of %d B of family %s, namespace %s, can never be durable: no volume, or "
+                "not the namespace's cap, takes objects of that size; docs/nvme-tier.md says which "
+                "cap takes which",
+                least,
+                first.meta.family.hex(),
+                first.ns.name,
+            )
+        too_large = [dirty for dirty in self._placing if dirty.meta.length_bytes >= least]
+        self._placing = [dirty for dirty in self._placing if dirty.meta.length_bytes < least]
+        for dirty in too_large:
+            self._fail(dirty, "too_large")
 
     async def _place(self) -> NoRoom | None:
         """Have those written for which there is room; the others stay in `_placing`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from config.config_helpers import GIB, load, problems
 
 from kvstored import config
 from kvstored.config import VolumeSettings, disks
+from kvstored.config import host as hosts
 from kvstored.config.disks import Disk
 
 MIB = 1 << 20
@@ -38,13 +39,19 @@ def made(path: Path) -> Path:
 
 
 def system(
-    monkeypatch: pytest.MonkeyPatch, device_of: dict[Path, int], free_bytes: int, held_bytes: int
+    monkeypatch: pytest.MonkeyPatch,
+    device_of: dict[Path, int],
+    free_bytes: int,
+    held_bytes: int,
+    used: Sequence[Path] = (),
 ) -> None:
     """Let directories be on file systems of a size of the test's own."""
 
     def look_at(paths: Iterable[Path]) -> dict[Path, Disk]:
         return {
-            path: Disk(path, "", "", device_of[path], hash(path), free_bytes, held_bytes)
+            path: Disk(
+                path, "", "", device_of[path], hash(path), free_bytes, held_bytes, path in used
+            )
             for path in paths
         }
 
@@ -143,6 +150,36 @@ def test_caps_on_one_file_system_fit_together(
     )
 
 
+def test_a_disk_that_others_filled_is_a_smaller_cap(
+    tmp_path: Path, a: Path, b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a volume already; one that is to be made does not fit, as ever."""
+    toml = listed(f'path = "{a}"\ncap_bytes = "5GiB"', f'path = "{b}"\ncap_bytes = "3GiB"')
+    system(monkeypatch, {a: 1, b: 2}, 3 * GIB, GIB, used=[a])
+    loaded = load(tmp_path, toml)
+    assert loaded.settings.nvme.cap_bytes == 8 * GIB
+    (warning,) = loaded.warnings
+    assert warning.startswith(f"a: 5 GiB is above what the file system of {a} can hold: 4 GiB")
+    assert "smaller" in warning
+    system(monkeypatch, {a: 1, b: 1}, 3 * GIB, GIB, used=[a])
+    assert load(tmp_path, toml).warnings[0].startswith("a, b: 8 GiB is above")
+    (problem,) = problems(tmp_path, toml.replace("3GiB", "9GiB"))
+    assert "14 GiB, with those of a, is above" in problem
+    assert problem.startswith("nvme.volumes.b.cap_bytes")
+
+
+def test_the_only_volume_may_be_on_a_disk_that_others_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "disk_for", lambda _: 20 * MIB)
+    toml = '[nvme]\ncap_bytes = "32MiB"'
+    assert "is above what the disk" in problems(tmp_path, toml)[0]
+    (made(tmp_path / "state/nvme") / "superblock").touch()
+    loaded = load(tmp_path, toml)
+    assert loaded.settings.nvme.cap_bytes == 32 * MIB
+    assert "32 MiB is above what the file system" in loaded.warnings[0]
+
+
 def test_one_file_system_is_noticed_by_itself(tmp_path: Path, a: Path, b: Path) -> None:
     toml = listed(f'path = "{a}"\ncap_bytes = "16MiB"', f'path = "{b}"\ncap_bytes = "900PiB"')
     assert "900 PiB, with those of a," in problems(tmp_path, toml)[0]
@@ -156,6 +193,7 @@ def test_one_file_system_is_noticed_by_itself(tmp_path: Path, a: Path, b: Path) 
         ('path = "mnt/x"', 'nvme.volumes.x.path = "mnt/x"', "write an absolute path"),
         ('name = "x"', "nvme.volumes.x.path", "give the absolute path"),
         ("drain = true", "nvme.volumes.#1.path", "give the absolute path"),
+        ('path = "/a\\u0000b"\nname = "x"', "nvme.volumes.x.path", "cannot hold a NUL"),
         ('path = ""\nname = "x"', 'nvme.volumes.x.path = ""', "give the absolute path"),
         ('path = "PATH"\ncap_byte = 1', "nvme.volumes.a.cap_byte = 1", "did you mean cap_bytes?"),
         ('path = "PATH"\ncap_bytes = "1MiB"', "nvme.volumes.a.cap_bytes", "must be from 16 MiB"),

@@ -225,6 +225,10 @@ MISTAKES = [
         ["put", *PROMPT, "--part", "kv=none.bin"],
         "No such file",
     ),
+    *(
+        (["put", *PROMPT, "--part", "kv=kv.bin", f"--ttl={ttl}"], f"--ttl {ttl}: 0 (the")
+        for ttl in ("nan", "inf", "-1", "1e+300")
+    ),
     (["list", "--limit", "0"], "--limit 0"),
     (["list", "--token-file", "none.txt"], "--token-file none.txt"),
     (["list", "--token-file", "empty.txt"], "is empty"),

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import obstore
+import numpy as np
 import pytest
+from obstore.store import MemoryStore
 
-from kvstored.bench import bucket, bucketshape, payloads, processes, rawobject
+from kvstored.bench import bucket, bucketshape, payloads, processes, rawobject, seaweed
 from kvstored.bench.payloads import MIB, Bytes
 from kvstored.bench.processes import BenchError
 from kvstored.kvctl import main
@@ -69,14 +70,23 @@ def test_wrong_bytes_fail_the_bench(monkeypatch: pytest.MonkeyPatch, place: Path
     assert left(place) == []
 
 
-def test_bare_bodies_are_compared() -> None:
-    objects = payloads.random_bytes(8, 1).reshape(2, 4)
-    store = obstore.store.MemoryStore()
-    store.put("0", objects[0])
-    body = obstore.get_range(store, "0", start=1, end=3)
-    assert rawobject.compare([(0, 1, body)], objects) == 2
-    with pytest.raises(BenchError, match="wrong"):
-        rawobject.compare([(1, 1, body)], objects)
+def test_bare_reads_put_each_range_in_its_place() -> None:
+    objects = payloads.random_bytes(20, 1).reshape(2, 10)
+    raw = rawobject.RawObjects(MemoryStore(), 2, 4)  # type: ignore[arg-type]
+    raw.put("x", objects)
+    into = np.zeros_like(objects)
+    raw.read("x", into)
+    assert np.array_equal(into, objects)
+    with pytest.raises(BenchError, match="AlreadyExists"):
+        raw.put("x", objects)
+    raw.close()
+
+
+def test_a_bare_request_that_fails_is_no_ceiling() -> None:
+    raw = rawobject.RawObjects(seaweed.store(9), 2, MIB)
+    with pytest.raises(BenchError, match="bare requests failed"):
+        raw.read("x", np.zeros((3, 4), np.uint8))
+    raw.close()
 
 
 def test_a_line_passes_everything_on() -> None:

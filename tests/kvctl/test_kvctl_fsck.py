@@ -190,6 +190,16 @@ def test_slots(volume: Path) -> None:
     assert not report.clean
 
 
+def test_padding_is_no_damage(volume: Path) -> None:
+    """No checksum covers it, no reader gets it, and a scrub says nothing of it."""
+    slot = by_length(volume)[MIB + 2]
+    flip(volume / "data", slot.offset + 4096 + MIB + 2)
+    report = check(volume)
+    assert found(report) == {("padding_not_zero", place(slot))}
+    assert report.clean
+    assert report.figures["objects_good"] == len(SMALL) + len(LARGE)
+
+
 def test_device_that_does_not_answer(whole: Path) -> None:
     slots = by_length(whole)
     report = check(whole, Watched(slots[MIB].offset + 4096))
@@ -490,6 +500,20 @@ def test_what_cannot_be_checked(
     out = capsys.readouterr()
     assert said in json.loads(out.out)["error"]
     assert said in out.err
+
+
+def test_a_directory_that_is_no_volume_but_holds_some(
+    volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = volume.parent / "node" / "data"  # a directory, named like a volume's file
+    data.mkdir(parents=True)
+    (data / "LOCK").touch()
+    volume.rename(data / "nvme")
+    for directory in (data, data.parent):
+        assert main(["fsck", "--offline", str(directory)]) == 2
+        err = capsys.readouterr().err
+        assert "holds no volume" in err
+        assert str(data / "nvme") in err
 
 
 def test_damage_ends_with_1(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstored.store.index import ChunkIndex
 from kvstored.store.keys import NONE, KeyTable
 
 
@@ -164,3 +165,27 @@ def test_a_key_passed_on_is_found_beside_one_whose_tag_stands_twice() -> None:
         table.add(key, row)
     asked = [*near, twice[0], full[8]]
     assert table.find_many(packed(asked)).tolist() == [keys.index(key) for key in asked]
+
+
+def test_what_was_found_lately_is_not_found_once_keys_come_or_go() -> None:
+    """The index remembers look-ups: a key that comes or goes must end that, each way it can."""
+    index = ChunkIndex()
+    keys = [bytes([i]) * 32 for i in range(40)]
+    packed = b"".join(keys)
+
+    def rows() -> list[int]:
+        found = index.find_many(packed)
+        again = index.find_many(packed)
+        assert found.tolist() == again.tolist()
+        again[:] = 7  # the caller's own
+        assert index.find_many(packed).tolist() == found.tolist()
+        return [int(row) for row in found]
+
+    assert rows() == [NONE] * 40
+    added = [
+        index.add_chunk(key, b"", family=0, tenant=0, depth=0, end_token=64, expires_ms=0)
+        for key in keys[:20]
+    ]
+    assert rows() == added + [NONE] * 20
+    index.remove_chunk(added[3])
+    assert rows() == [*added[:3], NONE, *added[4:]] + [NONE] * 20

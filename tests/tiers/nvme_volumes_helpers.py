@@ -37,6 +37,7 @@ PATIENCE = Patience(
     reopen_longest_s=0.05,
     open_timeout_s=20,
     look_every_s=0.02,
+    check_every_s=0.02,
 )
 
 
@@ -76,9 +77,12 @@ async def until(true: Callable[[], bool], seconds: float = 20) -> None:
 class World:
     """Volumes v0, v1, ... below `root`, their tier, and a store's knowledge of what they hold."""
 
-    def __init__(self, root: Path, count: int, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self, root: Path, count: int, patience: Patience = PATIENCE, *, guarded: bool = True
+    ) -> None:
         self.root = root
         self.count = count
+        self.guarded = guarded
         self.patience = patience
         self.files = FaultyFiles(RealFiles())
         self.held: dict[int, Sample] = {}
@@ -93,7 +97,7 @@ class World:
     async def start(self, drain: Sequence[int] = ()) -> Recovered:
         self.tier = NvmeTier(
             [
-                VolumeSpec(f"v{i}", self.root / f"v{i}", CAP_BYTES, drain=i in drain)
+                VolumeSpec(f"v{i}", self.root / f"v{i}", CAP_BYTES, i in drain, self.guarded)
                 for i in range(self.count)
             ],
             self.root / "registry",

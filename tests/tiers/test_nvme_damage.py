@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import random
 import shutil
 import struct
@@ -26,7 +27,9 @@ from tiers.nvme_reader import Slot, read_volume
 
 from kvstored.errors import DataDirectoryError
 from kvstored.io.base import RealFiles
+from kvstored.io.faults import Fault, FaultyFiles
 from kvstored.tiers.nvme import format as disk
+from kvstored.tiers.nvme.failures import may_mend
 from kvstored.tiers.nvme.index import Entry, Environment
 from kvstored.tiers.nvme.volume import Settings, open_volume
 
@@ -222,6 +225,24 @@ async def test_both_superblocks_damaged(tmp_path: Path) -> None:
     flip(tmp_path / "data", 50)
     with pytest.raises(DataDirectoryError, match=r"both superblocks are unreadable.*empty the dir"):
         await make_tier(tmp_path).open()
+
+
+@pytest.mark.parametrize("other", ["silent", "damaged"])
+async def test_a_device_that_gives_no_superblock_is_waited_for(tmp_path: Path, other: str) -> None:
+    """What is there may be good: nobody is told to remove it."""
+    volume = await make_volume(tmp_path)
+    files = FaultyFiles(RealFiles())
+    files.inject(Fault("preadv", "*/data", error=errno.EIO))
+    if other == "silent":
+        files.inject(Fault("preadv", "*/superblock", error=errno.EIO))
+    else:
+        flip(tmp_path / "superblock", 50)
+    tier = make_tier(tmp_path, files)
+    with pytest.raises(DataDirectoryError, match="device does not give") as caught:
+        await tier.open()
+    assert "empty" not in str(caught.value)
+    assert may_mend(caught.value)
+    assert (await reopen(tmp_path, list(volume.values()))).good == keys(list(volume.values()))
 
 
 @pytest.mark.parametrize(

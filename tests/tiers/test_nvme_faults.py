@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shutil
 import threading
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ import lmdb
 import numpy as np
 import pytest
 from tiers.conformance import KIB, MIB, assert_holds, make_sample, reserve_one, store, want
-from tiers.nvme_helpers import CAP_BYTES, keys, make_tier, reopen
+from tiers.nvme_helpers import CAP_BYTES, keys, make_tier, make_volume, reopen
 
 from kvstored.errors import DataDirectoryError
 from kvstored.io.base import RealFiles
@@ -294,6 +295,36 @@ async def test_full_file_system_is_a_smaller_cap(tmp_path: Path) -> None:
     await whole.open()
     assert whole.usage().cap_bytes == CAP_BYTES, "the room is used once it is there"
     await whole.close()
+
+
+class FullFiles(RealFiles):
+    """Files of a file system that others have filled."""
+
+    def statvfs(self, path: Path) -> os.statvfs_result:
+        found = list(super().statvfs(path))
+        found[3] = found[4] = 0  # free blocks, for root and for others
+        return os.statvfs_result(found)
+
+    def fallocate(self, fd: int, offset_bytes: int, length_bytes: int) -> None:
+        if offset_bytes + length_bytes > os.fstat(fd).st_size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("cap_bytes", [CAP_BYTES, 3 * CAP_BYTES])
+async def test_full_file_system_does_not_keep_a_volume_closed(
+    tmp_path: Path, cap_bytes: int
+) -> None:
+    before = await make_volume(tmp_path)
+    tier = make_tier(tmp_path, FullFiles(), cap_bytes)
+    found = await tier.open()
+    try:
+        assert found.place.tolist() == sorted(before)
+        usage = tier.usage()
+        assert usage.footprint_bytes <= usage.cap_bytes <= CAP_BYTES + MIB
+        assert any("file system is full" in p for p in tier.problems) == (cap_bytes > CAP_BYTES)
+        await store(tier, [make_sample(n, 100 + n) for n in (20_000, 300_000)])
+    finally:
+        await tier.close()
 
 
 async def test_smaller_cap_after_restart(tmp_path: Path) -> None:

@@ -66,6 +66,20 @@ def test_largest_objects_fit_several_to_a_large_region() -> None:
     assert layout.default_region_bytes(1 << 40) // layout.slot_bytes(MAX_OBJECT_BYTES) == 4
 
 
+@pytest.mark.parametrize(
+    ("cap", "largest"),
+    [(16 * MIB, 8 * MIB), (256 * MIB, 16 * MIB), (512 * MIB, 32 * MIB), (GIB, 64 * MIB),
+     (2 * GIB, 128 * MIB), (4 * GIB, 256 * MIB), (10 * GIB, 256 * MIB), (1 << 42, 256 * MIB)],
+)  # fmt: skip
+def test_the_largest_object_that_a_cap_takes(cap: int, largest: int) -> None:
+    """As docs/nvme-tier.md has it."""
+    region = layout.default_region_bytes(cap)
+    assert layout.slot_bytes(largest) <= region
+    assert largest == MAX_OBJECT_BYTES or layout.slot_bytes(largest + 1) > region
+    plan = layout.make_plan(cap, region, layout.default_small_bytes(cap))
+    assert cap < 256 * MIB or plan.regions >= 13
+
+
 def superblock(**change: int) -> Superblock:
     return dataclasses.replace(Superblock(bytes(range(16)), 8 * MIB, 64, 123), **change)
 

@@ -127,7 +127,7 @@ def test_side_by_side_is_one_transfer_and_a_large_object_many() -> None:
 
 
 def dedicated(regions: int, slots: int) -> SlotTable:
-    size = MIB // slots // 4096 * 4096
+    size = 4 * MIB // slots // 4096 * 4096
     entries = [RegionEntry(n, RegionState.DEDICATED, size, 1, 1) for n in range(regions)]
     return SlotTable(entries, size * slots)
 

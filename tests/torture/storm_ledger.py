@@ -151,7 +151,8 @@ class Ledger:
         """Whether it may rightly be gone although it was durable."""
         for entry in left:
             # What was accepted and left RAM before it was anywhere else can be nowhere.
-            only_in_ram = entry.reason == "capacity" and not entry.kept and not proof.durable
+            for_room = entry.reason in ("capacity", "unreachable")
+            only_in_ram = for_room and not entry.kept and not proof.durable
             if entry.at >= proof.begin and (entry.for_room or only_in_ram):
                 return True
             # What existed when it was accepted again may have been in RAM alone since then.

@@ -252,7 +252,7 @@ class Loops:
 
 def _strange(left: dict[Object, list[Left]], *, roomy: bool) -> list[str]:
     """What may not have been written down at all."""
-    expected = {"capacity", "deleted"}
+    expected = {"capacity", "unreachable", "deleted"}
     return [
         f"left: {key.hex()} {part}: {note}"
         for (key, part), notes in left.items()

@@ -11,7 +11,9 @@ import contextlib
 import logging
 import os
 import select
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,6 +30,13 @@ SLICE_BYTES = 4 << 20
 
 MAX_MOVERS = 4
 _ENOUGH_BYTES = 256 << 10
+
+SPIN_S = 0.0002
+"""How long a mover looks for the next piece of a put without sleeping, at most; where that is in
+vain, it is tried ever more rarely.
+"""
+_MOST_IN_VAIN = 8
+
 _MESSAGES = 32  # of one channel, before the thread looks at the others
 
 
@@ -43,6 +52,9 @@ class Mover:
         self._channels: dict[int, Channel] = {}
         self._active: dict[Work, None] = {}
         self._stopping = False
+        # On one processor the client can only go on while this thread sleeps.
+        self._sit_out = 0 if len(os.sched_getaffinity(0)) > 1 else sys.maxsize
+        self._in_vain = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.sessions = 0  # for whoever shares them out
 
@@ -106,7 +118,7 @@ class Mover:
 
     def _round(self) -> None:
         busy = any(work.ready() for work in self._active)
-        descriptors = [descriptor for descriptor, _ in self._epoll.poll(0 if busy else -1)]
+        descriptors = [descriptor for descriptor, _ in self._poll(busy)]
         if self._wake in descriptors:
             os.eventfd_read(self._wake)
         # First: a work must be known before what its client says of it is read.
@@ -118,6 +130,28 @@ class Mover:
                 self._listen(channel)
         for work in list(self._active):
             self._turn(work)
+
+    def _poll(self, busy: bool) -> list[tuple[int, int]]:
+        """What there is to look at. While one put is under way the next piece of it is looked for
+        without sleeping, for a moment: a thread that sleeps between pieces is woken on the
+        processor of the client that it should copy beside.
+        """
+        found = self._epoll.poll(0)
+        if found or busy:
+            return found
+        if len(self._active) == 1:
+            if self._sit_out:
+                self._sit_out -= 1
+                return self._epoll.poll(-1)
+            end = time.perf_counter() + SPIN_S
+            while time.perf_counter() < end:
+                if found := self._epoll.poll(0):
+                    self._in_vain = 0
+                    return found
+            # The client may well be waiting for this very processor.
+            self._in_vain = min(self._in_vain + 1, _MOST_IN_VAIN)
+            self._sit_out = 1 << self._in_vain
+        return self._epoll.poll(-1)
 
     def _halt(self) -> None:
         self._stopping = True

@@ -22,7 +22,8 @@ class Patience:
     to `probe_longest_s`. A volume that cannot be read for `lost_after_s` is lost; it is opened anew
     after `reopen_first_s`, and so on up to `reopen_longest_s`. `open_timeout_s`: how long the start
     waits for a volume. `look_every_s`: how often all of this is looked at. `note_s`: how long the
-    registry's own disk may take before a delete is refused.
+    registry's own disk may take before a delete is refused. `check_every_s`: how often the names of
+    a volume's files are checked.
     """
 
     stuck_after_s: float = 10.0
@@ -35,6 +36,7 @@ class Patience:
     open_timeout_s: float = 60.0
     look_every_s: float = 0.25
     note_s: float = 10.0
+    check_every_s: float = 1.0
 
 
 class BreakerState(enum.Enum):
@@ -106,6 +108,10 @@ class Breaker:
         self.state, self.detail = BreakerState.OPEN, detail
         self.stuck, self.gone = stuck, gone
         self._wait(now)
+
+    def vanished(self, now: float, detail: str) -> None:
+        """What is behind the calls is not what it was: no probe can mend that."""
+        self._open(now, detail, gone=True)
 
     def _wait(self, now: float) -> None:
         pause = 2 * self._pause_s or self._patience.probe_first_s

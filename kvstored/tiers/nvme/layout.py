@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstored.tiers.base import padded_bytes
+from kvstored.tiers.base import MAX_OBJECT_BYTES, padded_bytes
 from kvstored.tiers.nvme.format import (
     BLOCK_BYTES,
     ENTRIES_PER_BLOCK,
@@ -125,10 +125,18 @@ class Plan:
 
 
 def default_region_bytes(cap_bytes: int) -> int:
-    """A power of two near 1/32 of the cap, between 8 MiB and 1 GiB, and 1/64 more for headers."""
-    power = 1 << max(0, (cap_bytes // 32).bit_length() - 1)
+    """A power of two near 1/32 of the cap, between 8 MiB and 1 GiB, and 1/64 more for headers.
+
+    As long as the largest object does not fit into one, near 1/16: from a cap of 4 GiB on it does.
+    """
+    power = _power_of_two(cap_bytes // 32)
+    power = max(power, min(_power_of_two(cap_bytes // 16), MAX_OBJECT_BYTES))
     power = min(max(power, 8 * MIB), GIB)
     return power + power // 64
+
+
+def _power_of_two(most: int) -> int:
+    return 1 << max(0, most.bit_length() - 1)
 
 
 def default_small_bytes(cap_bytes: int) -> int:

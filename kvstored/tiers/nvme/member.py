@@ -99,6 +99,9 @@ class Member:
         """What is in LMDB is to be read in full before the volume is used again."""
         self._crashes: Counter[str] = Counter()
         self._crashed_at = 0.0
+        self._errors: Counter[str] = Counter()  # of earlier lives
+        self._check_at = 0.0
+        self._checking = False
         self._make = make
         self._measure = measure
         self._patience = patience
@@ -134,7 +137,7 @@ class Member:
     def status(self) -> VolumeStatus:
         """See VolumeStatus."""
         tier = self.tier
-        errors = dict(self.files.errors)
+        errors = self._all_errors()
         if tier is None:
             return VolumeStatus(
                 self.number, self.spec.name, self.spec.directory, self.state, self.detail, "closed",
@@ -164,6 +167,15 @@ class Member:
             regions_abandoned=abandoned,
         )
 
+    def _all_errors(self) -> dict[str, int]:
+        """Failures by stage, since the start: of file operations, and of what the volume makes of
+        them, such as reads of LMDB that no file operation shows. What both count, counts once.
+        """
+        of_volume = self._errors.copy()
+        if self.tier is not None:
+            of_volume += Counter(dict(self.tier.errors))  # threads add to it: copied at one go
+        return dict(Counter(dict(self.files.errors)) | of_volume)
+
     # ---- life ---------------------------------------------------------------------------------
 
     async def open(self, expected: bool) -> Recovered:
@@ -171,7 +183,9 @@ class Member:
 
         Raises DataDirectoryError. It may take for ever, and is not to be cancelled.
         """
-        if expected and self.spec.guarded and not await self._is_there():
+        # Files that vanished in this run were not given up by whoever has the directory made anew.
+        kept = self.spec.guarded or bool(self.uuid)
+        if expected and kept and not await self._is_there():
             raise VolumeAway(
                 f"volume {self.spec.name} is not in {self.spec.directory}",
                 "mount its device; or drain it, which gives up what it held",
@@ -251,6 +265,8 @@ class Member:
         """End this life of the volume: nothing is asked of it any more. The caller closes what
         comes back.
         """
+        if self.tier is not None:
+            self._errors += Counter(dict(self.tier.errors))
         tier, self.tier = self.tier, None
         self.life += 1
         self.owed.clear()
@@ -320,6 +336,31 @@ class Member:
                 self.changes.probed(now, self.files.seen("change", now), error)
         finally:
             self.probing = False
+
+    def check_due(self) -> bool:
+        """Whether it is time to check the volume's files by name; one check at a time."""
+        return not self._checking and time.monotonic() >= self._check_at
+
+    async def check(self) -> None:
+        """See that what lies in the directory is what is open; else it is no device any more.
+
+        A device that does not answer is left to the breakers, which see this call as well.
+        """
+        tier = self.tier
+        if tier is None or self._checking:
+            return
+        self._checking = True
+        try:
+            fault = await self.threaded(tier.fault)
+        except OSError:
+            return
+        finally:
+            self._checking = False
+            self._check_at = time.monotonic() + self._patience.check_every_s
+        if fault and self.tier is tier:
+            now = time.monotonic()
+            for breaker in (self.reads, self.changes):
+                breaker.vanished(now, fault)
 
     async def _asked(self, question: Callable[..., None], *arguments: object) -> str:
         """What the device had to say against it; nothing if it answered."""

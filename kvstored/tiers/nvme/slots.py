@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstored.tiers.nvme.format import RegionEntry, RegionState, place_of, region_of, slot_of
+from kvstored.tiers.nvme.layout import MIN_SLOT_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -88,8 +89,11 @@ class Region:
         return bool(used + self.free == self.slots)
 
     def dedicate(self, entry: RegionEntry, region_bytes: int) -> None:
-        """Take on a new table entry; every slot is free."""
-        count = region_bytes // entry.slot_bytes if entry.slot_bytes else 0
+        """Take on a new table entry; every slot is free.
+
+        Of the smallest slots not all are used: the index has room for so many records.
+        """
+        count = region_bytes // max(entry.slot_bytes, MIN_SLOT_BYTES) if entry.slot_bytes else 0
         self.entry = entry
         self.states = np.zeros(count, np.uint8)
         self.opened = np.zeros(count, np.bool_)
@@ -253,11 +257,15 @@ class SlotTable:
                     found.append(((region.slots - region.free) * size, number))
         found.sort()
         if stranded * STRANDED < len(self.regions) * self.region_bytes:
-            found = [(used, number) for used, number in found if 2 * used <= self.region_bytes]
+            found = [(used, n) for used, n in found if 2 * used <= self._usable_bytes(n)]
         return [
             range(place_of(number, 0), place_of(number, self.regions[number].slots))
             for _, number in found[:CHOICES]
         ]
+
+    def _usable_bytes(self, number: int) -> int:
+        region = self.regions[number]
+        return region.slots * region.entry.slot_bytes
 
     @property
     def abandoned(self) -> int:

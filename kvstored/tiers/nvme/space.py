@@ -120,28 +120,47 @@ class Space:
         self, namespace: str, length_bytes: int, count: int
     ) -> tuple[list[int], NoRoom | NeedsRegion | None]:
         """`take` for so many objects of one length."""
+        if length_bytes > layout.SMALL_MAX_BYTES:
+            return self._take_slots(namespace, length_bytes, count)
         charge = layout.charge_bytes(length_bytes)
-        small = length_bytes <= layout.SMALL_MAX_BYTES
-        largest = self.small.capacity_bytes if small else self._region_bytes
+        owner = self.number(namespace)
+        places = self._take_small(charge, owner, self._allowed(namespace, charge, count))
+        self._charge(owner, charge * len(places))
+        if len(places) == count:
+            return places, None
+        # What they share in LMDB is little: beyond it they go where all others go.
+        more, why = self._take_slots(namespace, length_bytes, count - len(places))
+        return places + more, why
+
+    def _take_slots(
+        self, namespace: str, length_bytes: int, count: int
+    ) -> tuple[list[int], NoRoom | NeedsRegion | None]:
+        """`take` for so many objects of one length, in slots."""
+        charge = layout.slot_bytes(length_bytes)
         cap = self._namespace_cap(namespace) if self._namespace_cap else None
-        if charge > largest or (cap is not None and charge > cap):
+        if charge > self._region_bytes or (cap is not None and charge > cap):
             return [], NoRoom.NEVER
         owner = self.number(namespace)
-        allowed = count
-        if cap is not None:
-            allowed = min(count, max(0, cap - self._charged[owner]) // charge)
-        if small:
-            places = self._take_small(charge, owner, allowed)
-        else:
-            places = self.slots.take(charge, owner, allowed)
-        self._charged[owner] += charge * len(places)
-        self.charged_bytes += charge * len(places)
+        allowed = self._allowed(namespace, charge, count)
+        places = self.slots.take(charge, owner, allowed)
+        self._charge(owner, charge * len(places))
         if len(places) == count:
             return places, None
         if len(places) == allowed:
             return places, NoRoom.NAMESPACE
-        region = None if small else self.slots.spare_region()
+        region = self.slots.spare_region()
         return places, NoRoom.TIER if region is None else NeedsRegion(region, charge)
+
+    def _allowed(self, namespace: str, charge: int, count: int) -> int:
+        """How many of so many objects the namespace's cap lets in."""
+        cap = self._namespace_cap(namespace) if self._namespace_cap else None
+        if cap is None:
+            return count
+        return min(count, max(0, cap - self._charged[self.number(namespace)]) // charge)
+
+    def _charge(self, owner: int, charge_bytes: int) -> None:
+        self._charged[owner] += charge_bytes
+        self.charged_bytes += charge_bytes
 
     def _take_small(self, charge: int, owner: int, count: int) -> list[int]:
         places: list[int] = []
@@ -153,10 +172,8 @@ class Space:
         return places
 
     def crowded(self, length_bytes: int) -> list[range]:
-        """See Tier.crowded. Small objects lie apart from all others."""
-        if length_bytes <= layout.SMALL_MAX_BYTES:
-            return []
-        return self.slots.crowded(layout.charge_bytes(length_bytes))
+        """See Tier.crowded."""
+        return self.slots.crowded(layout.slot_bytes(length_bytes))
 
     def state(self, place: int) -> PlaceState:
         """State of any place; FREE for one that does not exist."""

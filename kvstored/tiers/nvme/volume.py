@@ -13,7 +13,7 @@ import os
 import stat
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvstored.errors import DataDirectoryError
@@ -76,7 +76,7 @@ class Volume:
     def cap_bytes(self) -> int:
         """The cap that holds: a file system full below the configured one is a smaller cap."""
         missing = self.plan.regions - self.regions
-        return self.settings.cap_bytes - missing * self.plan.region_bytes
+        return self.plan.cap_bytes - missing * self.plan.region_bytes
 
     def environment(self, name: str) -> Environment:
         """Open one of the LMDB environments, or make it."""
@@ -178,6 +178,8 @@ def _open_locked(files: Files, settings: Settings, lock_fd: int, process: IndexP
         superblock = _format(files, settings, process)
     plan = _plan(files, settings, superblock)
     _refuse_tiny(settings, plan)
+    if names:
+        plan = _grown(files, directory, plan, superblock, problems)
     data = DataFile(files, directory / DATA, superblock)
     try:
         regions = _allocate(files, data, plan, directory)
@@ -235,6 +237,7 @@ def _superblock(files: Files, directory: Path, problems: list[str]) -> Superbloc
     """Of the two copies the one in the data file counts, if it is whole. The other is mended."""
     found: dict[str, Superblock] = {}
     faults = []
+    silent: list[OSError] = []
     for name in (DATA, SUPERBLOCK):
         try:
             found[name] = Superblock.decode(_first_block(files, directory / name))
@@ -245,6 +248,14 @@ def _superblock(files: Files, directory: Path, problems: list[str]) -> Superbloc
             ) from error
         except (DamagedError, OSError) as error:
             faults.append(f"{name}: {error}")
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                silent.append(error)
+    if silent and not found:
+        raise DataDirectoryError(
+            f"volume directory {directory}: the device does not give its superblocks "
+            f"({'; '.join(faults)})",
+            "see to the device, and leave what is there: the volume is taken up when it answers",
+        ) from silent[0]
     if not found:
         raise DataDirectoryError(
             f"data directory {directory}: both superblocks are unreadable ({'; '.join(faults)})",
@@ -337,6 +348,45 @@ def _plan(files: Files, settings: Settings, superblock: Superblock) -> layout.Pl
         small,
         table_regions=superblock.table_regions,
     )
+
+
+def _grown(
+    files: Files, directory: Path, plan: layout.Plan, superblock: Superblock, problems: list[str]
+) -> layout.Plan:
+    """The plan, or what exists already, where the LMDB files are to be longer and the file system
+    has no room for that and the regions. Without longer LMDB files, some of the regions will do.
+    """
+    held = {
+        name: _length(files, directory / name) // BLOCK_BYTES * BLOCK_BYTES
+        for name in (DATA, f"{INDEX}/data.mdb", f"{SMALL}/data.mdb")
+    }
+    data, index, small = held.values()
+    more = sum(max(0, planned - now) for planned, now in _lmdb(plan, index, small))
+    if not more:
+        return plan
+    system = files.statvfs(directory)
+    room = system.f_bavail * system.f_frsize
+    if more + max(0, plan.data_bytes - data) <= room:
+        return plan
+    regions = max(0, data - superblock.data_offset_bytes) // plan.region_bytes
+    regions = min(plan.regions, regions)
+    problems.append(f"the file system is full: the volume stays at {regions} regions")
+    kept = replace(
+        plan,
+        regions=regions,
+        index_bytes=min(plan.index_bytes, index or plan.index_bytes),
+        small_bytes=min(plan.small_bytes, small or plan.small_bytes),
+    )
+    return replace(kept, cap_bytes=kept.total_bytes)
+
+
+def _lmdb(plan: layout.Plan, index: int, small: int) -> list[tuple[int, int]]:
+    """Length planned and length there is of each LMDB file; one that is not there is made anew."""
+    return [(p, now) for p, now in ((plan.index_bytes, index), (plan.small_bytes, small)) if now]
+
+
+def _length(files: Files, path: Path) -> int:
+    return files.stat(path).st_size if _exists(files, path) else 0
 
 
 def _refuse_tiny(settings: Settings, plan: layout.Plan) -> None:

@@ -33,7 +33,7 @@ from kvstored.tiers.base import (
     WriteOutcome,
     padded_bytes,
 )
-from kvstored.tiers.nvme import header, layout
+from kvstored.tiers.nvme import header, intact, layout
 from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
 from kvstored.tiers.nvme.contents import Listed, list_after
@@ -228,7 +228,9 @@ class VolumeTier(Tier):
         self._syncs = ThreadPoolExecutor(3, thread_name_prefix="nvme-sync")
         loop = asyncio.get_running_loop()
         try:
-            self._volume, found = await loop.run_in_executor(self._syncs, self._open)
+            self._volume, found, self._inventory = await loop.run_in_executor(
+                self._syncs, self._open
+            )
         except BaseException:
             self._io.shutdown(wait=False)
             self._syncs.shutdown(wait=False)
@@ -253,10 +255,11 @@ class VolumeTier(Tier):
         self._opened = True
         return columns(found.index, found.small, dict(found.dropped))
 
-    def _open(self) -> tuple[Volume, Recovery]:
+    def _open(self) -> tuple[Volume, Recovery, intact.Inventory]:
         volume = open_volume(self._files, self._settings)
         try:
-            return volume, recover(volume)
+            found = recover(volume)
+            return volume, found, intact.take(self._files, volume.directory)
         except IO_ERRORS as error:
             self._died = volume.process.died
             volume.close()
@@ -267,6 +270,12 @@ class VolumeTier(Tier):
         except BaseException:
             volume.close()
             raise
+
+    def fault(self) -> str:
+        """What of the volume's files is not what was opened, in words; "" if all is. Blocks. Raises
+        OSError where that cannot be told.
+        """
+        return intact.fault(self._files, self._volume.directory, self._inventory)
 
     async def close(self) -> None:
         """See Tier."""

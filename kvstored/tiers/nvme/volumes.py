@@ -238,7 +238,10 @@ class Volumes:
         if member.state is VolumeState.OK:
             if not trusted:
                 self._suspect(member)
-            elif self.away.pending(member.uuid) and not (tier.owed_deletes or member.probing):
+                return
+            if member.check_due():
+                self._start(member.check())
+            if self.away.pending(member.uuid) and not (tier.owed_deletes or member.probing):
                 self._start(self._tell(member, tier))
         elif trusted:
             if not member.running and not member.probing:

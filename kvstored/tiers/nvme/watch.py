@@ -17,6 +17,7 @@ import lmdb
 
 from kvstored.io.base import Buffer, Files
 from kvstored.tiers.nvme.breaker import Seen
+from kvstored.tiers.nvme.format import BLOCK_BYTES
 
 _GONE = frozenset({errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.ENOMEDIUM})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # the file system's condition, not the device's
@@ -28,6 +29,19 @@ class _Kind:
     successes: int = 0
     gone: bool = False
     error: str = ""
+
+
+class _Ending:
+    """How a call ended: `failure` None means well."""
+
+    failure: Exception | None = None
+
+    def moved(self, nbytes: int) -> None:
+        """A transfer of so many bytes. All are of whole blocks, so that one that ends elsewhere, or
+        brings nothing, has come to an end that the file should not have.
+        """
+        if nbytes <= 0 or nbytes % BLOCK_BYTES:
+            self.failure = OSError(errno.EIO, f"ended after {nbytes} B")
 
 
 class WatchedFiles(Files):
@@ -67,21 +81,21 @@ class WatchedFiles(Files):
                 kind.failures, kind.gone, kind.error = 0, False, ""
 
     @contextmanager
-    def _call(self, operation: str, kind: str, *, counts: bool = False) -> Iterator[None]:
+    def _call(self, operation: str, kind: str, *, counts: bool = False) -> Iterator[_Ending]:
         token = next(self._tokens)
         with self._lock:
             self._under_way[token] = (kind, time.monotonic())
-        failure: Exception | None = None
+        ending = _Ending()
         try:
-            yield
+            yield ending
         except (OSError, lmdb.Error) as error:
-            failure = error
+            ending.failure = error
             raise
         finally:
             with self._lock:
                 del self._under_way[token]
                 if counts:
-                    self._count(operation, self._kinds[kind], failure)
+                    self._count(operation, self._kinds[kind], ending.failure)
 
     def _count(self, operation: str, kind: _Kind, failure: Exception | None) -> None:
         if failure is None:
@@ -108,13 +122,16 @@ class WatchedFiles(Files):
 
     def preadv(self, fd: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
         """See Files."""
-        with self._call("read", "read", counts=True):
-            return self.inner.preadv(fd, buffers, offset_bytes)
+        with self._call("read", "read", counts=True) as ending:
+            done = self.inner.preadv(fd, buffers, offset_bytes)
+            ending.moved(done)
+        return done
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview | bytes], offset_bytes: int) -> int:
         """See Files."""
-        with self._call("write", "change", counts=True):
+        with self._call("write", "change", counts=True) as ending:
             done = self.inner.pwritev(fd, buffers, offset_bytes)
+            ending.moved(done)
         with self._lock:
             self.written_bytes += done
         return done

@@ -35,8 +35,10 @@ format: deps
 	$(BIN)/ruff format .
 
 # Two at a time, a module's tests together: half of them wait for processes that they have started.
+# In a directory with a short name, since sockets lie in it; what the tests leave there goes with it.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	folder=$$(mktemp -d /tmp/kvXXXXXX) && trap 'rm -rf '$$folder EXIT && \
+		$(BIN)/python -m pytest -n 2 --dist loadfile --basetemp=$$folder/t
 
 # The generator is older than the runtime on purpose: what protoc 25 writes runs with every
 # protobuf from 4.25 on, while newer ones refuse older runtimes. It needs a venv of its own because

@@ -8,9 +8,10 @@ from dataclasses import replace
 from store.support_store import Client, client, open_store, tokens
 
 from kvstored.store.api import Run
+from kvstored.store.deleting import DELETE_ROWS
 from kvstored.store.index import NONE
 from kvstored.store.residency import now_ms
-from kvstored.store.store import DELETE_ROWS, Store
+from kvstored.store.store import Store
 from kvstored_client.proto import kvstore_pb2 as pb
 
 SIZE = 4096

@@ -23,7 +23,7 @@ class LocalLimits:
     max_sessions: int = 256
     max_requests: int = 64  # under way, of one session
     max_leases: int = 4096  # ids in use, of one session
-    ring_bytes: int = 8 << 20
+    ring_bytes: int = 4 << 20
     max_staging_bytes: int = 256 << 20  # areas of one session
     max_total_staging_bytes: int = 1 << 30  # rings and areas of all sessions
     max_leased_fraction_session: float = 0.5

@@ -14,7 +14,7 @@ from kvstored_client.local.segments import Mapping, map_memory
 from kvstored_client.local.wake import Outbox, Wake
 from kvstored_client.proto.local import ABANDONED, POSITION
 
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 1 << 20
 """Copied between two positions: small enough to be in the cache still when the daemon takes it."""
 
 

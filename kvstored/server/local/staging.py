@@ -90,9 +90,8 @@ def _ring_bytes(limits: LocalLimits, most_bytes: int, taken_bytes: int) -> int:
     """The size of the next ring where so much of so much is taken."""
     full = limits.ring_bytes & -pages.PAGE_BYTES
     left = most_bytes - taken_bytes
-    for size in (full, max(full // 2, LEAST_RING_BYTES)):
-        if left - size >= most_bytes // 4:
-            return min(size, full)
+    if left - full >= most_bytes // 4:
+        return full
     return min(full, max(LEAST_RING_BYTES, left // _LATE_RINGS & -pages.PAGE_BYTES))
 
 
@@ -101,8 +100,7 @@ class Staging:
 
     A namespace takes at most half of the total, so that none keeps every other out. A ring stays
     with its session, also an idle one; so once less than a quarter of what may be taken would be
-    left, new rings are half as large, or smaller, down to LEAST_RING_BYTES, and many more sessions
-    can put.
+    left, new rings are smaller, down to LEAST_RING_BYTES, and many more sessions can put.
     """
 
     def __init__(self, limits: LocalLimits) -> None:

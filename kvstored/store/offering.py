@@ -21,6 +21,7 @@ from kvstored.store.api import Family, Run, let_go
 from kvstored.store.bypass import Copied, Copy
 from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
+from kvstored.store.metas import object_meta
 from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency
 from kvstored.tiers.base import ObjectMeta, TierKind
@@ -207,7 +208,7 @@ class Offering:
         if part is None or family.fingerprint != name.family:
             return None
         row = ns.index.find_object(chunk, part)
-        return _Upload(self, ns, row, self._meta(ns, row)) if row != NONE else None
+        return _Upload(self, ns, row, object_meta(ns, row)) if row != NONE else None
 
     def _offer_chunks(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
         """Offer the objects of some chunks that are not up yet, as far as is known: the first at
@@ -261,7 +262,7 @@ class Offering:
         fresh = np.flatnonzero(self._offered[slots] != hashes)
         uploads = []
         for at in fresh.tolist():
-            upload = _Upload(self, ns, rows[at], self._meta(ns, rows[at]))
+            upload = _Upload(self, ns, rows[at], object_meta(ns, rows[at]))
             upload.slot = int(slots[at])
             uploads.append(upload)
         taken = self._offer(uploads)
@@ -272,26 +273,6 @@ class Offering:
 
     def _offer(self, uploads: Sequence[_Upload]) -> int:
         return self._pool.offer(uploads) if uploads else 0
-
-    def _meta(self, ns: Namespace, row: int) -> ObjectMeta:
-        """All but the checksums of the pieces, which come with the bytes."""
-        index = ns.index
-        chunk = index.object_chunk[row]
-        family = ns.families.by_number[index.family[chunk]]
-        return ObjectMeta(
-            namespace=ns.name,
-            family=family.fingerprint,
-            key=index.key(chunk),
-            part=family.parts[index.object_part[row]].name,
-            tenant=ns.tenants[index.tenant[chunk]],
-            parent=index.parent_key(chunk),
-            depth=index.depth[chunk],
-            end_token=index.end_token[chunk],
-            expires_ms=index.expires_ms[chunk],
-            length_bytes=index.object_length[row],
-            checksum=index.checksum(row),
-            piece_checksums=b"",
-        )
 
     def deleted(self, ns: Namespace, family: Family, keys: Sequence[bytes]) -> None:
         """The bucket has, or is about to have, these chunks no more: they may be offered again."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstored.store.index import NONE, ONE_OBJECT, TIER_BIT
+from kvstored.store.metas import object_meta
 from kvstored.store.namespace import Namespace
 from kvstored.store.writer import Writer
-from kvstored.tiers.base import ObjectMeta, TierKind, padded_bytes
+from kvstored.tiers.base import TierKind, padded_bytes
 from kvstored.tiers.ram.tier import RamTier
 
 _ONLY_RAM = TIER_BIT[TierKind.RAM]
@@ -42,24 +43,4 @@ def send_again(
         nbytes = padded_bytes(index.object_length[row])
         held = writer.dirty_bytes + writer.claimed_bytes
         if place != NONE and not below and held + nbytes <= max_dirty_bytes:
-            writer.submit(ns, row, _meta(ns, row, *ram.checksums(place)), place)
-
-
-def _meta(ns: Namespace, row: int, checksum: bytes, piece_checksums: bytes) -> ObjectMeta:
-    index = ns.index
-    chunk = index.object_chunk[row]
-    family = ns.families.by_number[index.family[chunk]]
-    return ObjectMeta(
-        namespace=ns.name,
-        family=family.fingerprint,
-        key=index.key(chunk),
-        part=family.parts[index.object_part[row]].name,
-        tenant=ns.tenants[index.tenant[chunk]],
-        parent=index.parent_key(chunk),
-        depth=index.depth[chunk],
-        end_token=index.end_token[chunk],
-        expires_ms=index.expires_ms[chunk],
-        length_bytes=index.object_length[row],
-        checksum=checksum,
-        piece_checksums=piece_checksums,
-    )
+            writer.submit(ns, row, object_meta(ns, row, ram.checksums(place)[1]), place)

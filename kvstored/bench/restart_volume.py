@@ -54,7 +54,7 @@ def fill(files: Files, directory: Path, objects: int, seed: int) -> None:
                     raise BenchError("the volume has more names than one of each kind")
             db = env.open_db(index_wire.RECORDS, dupsort=True, dupfixed=True, create=False)
             for entry, rows in _regions(volume, table, objects, seed):
-                volume.data.write_entries(entry, table)
+                volume.data.write_entries([entry], table)
                 table[entry.region] = entry
                 key = index_wire.shelf_key(place_of(entry.region, 0))
                 size = record.RECORD_BYTES

@@ -36,8 +36,11 @@ BATCH_BYTES = 64 << 20
 BATCH_OBJECTS = 1024
 _ROOM_MAY_COME = (NoRoom.TIER, NoRoom.NAMESPACE)
 _MOST_TOLD = 1000
-BATCHES_AT_ONCE = 2
-"""While one is being synced and committed, another keeps the device busy."""
+MOST_WRITING_BYTES = 256 << 20
+"""Of batches under way: while some are being synced and committed together, others keep the device
+busy. A batch more may be begun with less than that.
+"""
+MOST_WRITING_BATCHES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -141,11 +144,16 @@ class Writer:
         """
         while True:
             while self._queue:
-                while len(self._writing) >= BATCHES_AT_ONCE:
+                while not self._may_begin():
                     await asyncio.wait(self._writing, return_when=asyncio.FIRST_COMPLETED)
                 await self._start(self._next_batch())
             self._work.clear()
             await self._work.wait()
+
+    def _may_begin(self) -> bool:
+        """Whether the device is to get another batch, too."""
+        writing = sum(dirty.nbytes for batch in self._writing.values() for dirty in batch)
+        return len(self._writing) < MOST_WRITING_BATCHES and writing < MOST_WRITING_BYTES
 
     async def _start(self, batch: list[Dirty]) -> None:
         """Find places for a batch, and have it written."""

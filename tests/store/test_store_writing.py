@@ -37,7 +37,7 @@ class World:
 
     async def open(self, bound_bytes: int = BOUND) -> Client:
         self._supervisor = Supervisor(fail_on_death)
-        tier = VolumeTier(self._directory, 64 * MIB, files=self.files)
+        tier = VolumeTier(self._directory, 64 * MIB, files=self.files, ahead_bytes=0)
         settings = StoreSettings(max_dirty_bytes=bound_bytes)
         self.store = Store(RamTier(16 * MIB), tier, settings, self._supervisor)
         await self.store.open()

@@ -22,14 +22,18 @@ def make_tier(
     files: Files | None = None,
     cap_bytes: int = CAP_BYTES,
     walk_timeout_s: float = 20,
+    ahead_bytes: int = 0,
 ) -> VolumeTier:
-    """A tier with small regions, not opened."""
+    """A tier with small regions, not opened. Without regions made ready, so that every call to the
+    device is one that was asked for.
+    """
     return VolumeTier(
         directory,
         cap_bytes,
         files=files,
         region_bytes=REGION_BYTES,
         walk_timeout_s=walk_timeout_s,
+        ahead_bytes=ahead_bytes,
     )
 
 

@@ -36,8 +36,10 @@ class Slot:
     payload: bytes
 
 
-def read_volume(directory: Path) -> list[Slot]:
-    """All live objects in slots, the younger one of twins. Raises ValueError for bad payloads."""
+def read_volume(directory: Path, torn: bool = False) -> list[Slot]:
+    """All live objects in slots, the younger one of twins. Raises ValueError for bad payloads,
+    unless there may be some that are `torn`: then they are left out.
+    """
     report = Report(str(directory))
     volume = read_superblock(RealFiles(), directory, report)
     assert volume is not None
@@ -57,7 +59,13 @@ def read_volume(directory: Path) -> list[Slot]:
                     continue
                 other = best.get(header.identity)
                 if other is None or other.sequence < header.sequence:
-                    best[header.identity] = _slot(directory, region, number, offset, header)
+                    try:
+                        found = _slot(directory, region, number, offset, header)
+                    except ValueError:
+                        if not torn:
+                            raise
+                        continue
+                    best[header.identity] = found
     finally:
         data.close()
     return list(best.values())

@@ -298,12 +298,16 @@ def assert_versions(found: Found, may: Versions) -> None:
         assert held in may.get(key, {None}), f"key {key.hex()[:8]} has {held!r}"
 
 
-def assert_headers(directory: Path, found: Found, abandoned: bool = False) -> None:
+def assert_headers(
+    directory: Path, found: Found, abandoned: bool = False, torn: bool = False
+) -> None:
     """Slot headers say the same as the index, should that be lost next.
 
-    `abandoned`: some regions may be, and are looked at no more.
+    `abandoned`: some regions may be, and are looked at no more. `torn`: there may be headers of
+    writes that did not end, with the index lost that would have said so.
     """
-    live = {slot.key: xxhash.xxh3_128_digest(slot.payload) for slot in read_volume(directory)}
+    slots = read_volume(directory, torn)
+    live = {slot.key: xxhash.xxh3_128_digest(slot.payload) for slot in slots}
     large = {k: item.checksum for k, item in found.items() if item.length_bytes > SMALL_FULL}
     back = {key.hex()[:8] for key in live.keys() - large.keys()}
     gone = {key.hex()[:8] for key in large.keys() - live.keys()}
@@ -317,12 +321,14 @@ def moments(files: CrashFiles) -> list[int]:
     return [*files.sync_points, files.now]
 
 
-async def check_volume(directory: Path, may: Sequence[Versions], abandoned: bool = False) -> Found:
+async def check_volume(
+    directory: Path, may: Sequence[Versions], abandoned: bool = False, torn: bool = False
+) -> Found:
     """Start, and look at everything: all of `may` holds."""
     found = await found_in(directory)
     for versions in may:
         assert_versions(found, versions)
-    assert_headers(directory, found, abandoned)
+    assert_headers(directory, found, abandoned, torn)
     return found
 
 

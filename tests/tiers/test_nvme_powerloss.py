@@ -64,7 +64,7 @@ async def cut_again_while_it_starts(cut: Cut, folder: Path, lose_index: bool) ->
         (folder / "again").mkdir()
         for second in cuts(again, f"{cut.at}"):
             with second.left_in(folder / "again") as twice:
-                await check_volume(twice, cut.may)
+                await check_volume(twice, cut.may, torn=lose_index)
         (folder / "again").rmdir()
     return len(again.sync_points)
 

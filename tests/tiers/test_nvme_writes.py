@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import mmap
 import random
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers.conformance import KIB, MIB, Sample, assert_holds, make_sample, reserve_one, store
 from tiers.nvme_helpers import keys, make_tier, reopen
+from tiers.nvme_volumes_helpers import until
 from tiers.test_nvme_faults import Gate
 
 from kvstored.io.base import RealFiles
 from kvstored.io.faults import Fault, FaultyFiles
 from kvstored.tiers.base import NoRoom, ObjectWrite, WriteOutcome
+from kvstored.tiers.nvme import committer
 from kvstored.tiers.nvme.extents import MOST_BUFFERS, SlotImage, plan, transfer_bytes
 from kvstored.tiers.nvme.format import RegionEntry, RegionState, region_of, slot_of
 from kvstored.tiers.nvme.header import HEADER_BYTES
@@ -184,6 +187,79 @@ async def test_a_prefix_is_written_in_few_transfers_one_sync_and_one_commit(
     assert calls["commit"] == 1, "the slots were open already"
     for place, sample in zip(places, samples, strict=True):
         await assert_holds(tier, place, sample)
+
+
+async def test_writes_that_end_soon_share_a_sync(
+    tier: VolumeTier, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer, "PATIENCE_S", 10.0)
+    await put(tier, samples_of(1))
+    before = files.calls.copy()
+    async with _stuck_write(tier, files) as gate:
+        others = asyncio.ensure_future(put(tier, samples_of(2, first=3)))
+        await until(lambda: (files.calls - before)["pwritev"] == 2)
+        gate.set()
+        await asyncio.gather(others, gate.write)
+    assert (files.calls - before)["fdatasync"] == (files.calls - before)["commit"] == 1
+
+
+async def test_a_write_that_is_stuck_keeps_no_others_waiting(
+    tier: VolumeTier, files: FaultyFiles
+) -> None:
+    await put(tier, samples_of(1))
+    async with _stuck_write(tier, files) as gate:
+        await put(tier, samples_of(2, first=3))
+        assert not gate.write.done()
+
+
+class _StuckWrite(Gate):
+    write: asyncio.Future[list[int]]
+
+
+@contextlib.asynccontextmanager
+async def _stuck_write(tier: VolumeTier, files: FaultyFiles) -> AsyncIterator[_StuckWrite]:
+    """A write whose transfer is stuck until the gate is set, at the end of this at the latest."""
+    gate = _StuckWrite()
+    files.inject(Fault("pwritev", "*/data", stuck=gate, times=1))
+    gate.write = asyncio.ensure_future(put(tier, samples_of(2, first=1)))
+    try:
+        async with asyncio.timeout(10):
+            await gate.entered.wait()
+        yield gate
+    finally:
+        gate.set()
+    await gate.write
+
+
+async def test_regions_are_made_ready_before_they_are_needed(
+    tmp_path: Path, files: FaultyFiles
+) -> None:
+    """Where the next region begins, a put needs no table and no commit but its own."""
+    tier = make_tier(tmp_path / "volume", files, ahead_bytes=MIB)
+    await tier.open()
+    first = await put(tier, samples_of(10))
+    second = await put(tier, samples_of(9, first=10))
+    assert {region_of(place) for place in second} == {region_of(first[0])}
+    await until(lambda: not tier.making_ready)
+    before = files.calls.copy()
+    (place,) = await put(tier, samples_of(1, first=19))
+    assert region_of(place) != region_of(first[0])
+    calls = files.calls - before
+    assert (calls["pwritev"], calls["fdatasync"], calls["commit"]) == (1, 1, 1)
+    await tier.close()
+
+
+async def test_regions_made_ready_are_no_more_than_those_in_use(tmp_path: Path) -> None:
+    tier = make_tier(tmp_path / "volume", ahead_bytes=512 * MIB)
+    await tier.open()
+    for seed, length in enumerate((LENGTH, 2 * LENGTH, 3 * LENGTH)):
+        await put(tier, samples_of(1, length=length, first=seed))
+    await until(lambda: not tier.making_ready)
+    free = tier.regions[0] - 6
+    assert free > 0
+    for seed in range(free):
+        await put(tier, samples_of(1, length=(4 + seed) * LENGTH, first=100 + seed))
+    await tier.close()
 
 
 async def test_slots_that_are_used_again_are_open(tier: VolumeTier, files: FaultyFiles) -> None:

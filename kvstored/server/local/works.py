@@ -19,10 +19,16 @@ from kvstored_client.proto.local import ABANDONED, POSITION
 
 _CREDITS_PER_RING = 4
 
-PART_BYTES = 8 << 20
-"""What a put brings between two publications of what has come: enough to keep a device busy with,
-little enough for it to begin early.
+FIRST_PART_BYTES = 8 << 20
+"""What a put has brought when it first publishes what has come: the device below begins early."""
+
+PART_GROWTH = 3
+"""How much more each part has than the one before: publishing one costs the verbs' loop as much as
+copying many MiB does, and the device has something to do by then.
 """
+
+MOST_PART_BYTES = 128 << 20
+"""Of one part, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +56,18 @@ class Work(ABC):
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.on_part: Callable[[], None] | None = None
         """Called on the loop, now and then, when more of `filling.received` is there."""
-        self.told_bytes = 0  # of what was taken, when it was last called
+        self._told_bytes = 0  # of what was taken, when it was last called
+        self._part_bytes = FIRST_PART_BYTES
         self.over = False  # the rest is the mover's
         self.stopped: KvstoredError | None = None  # set once, from the loop
 
     @property
     def part_is_due(self) -> bool:
-        """Whether `on_part` is to be called; once for each PART_BYTES."""
-        if self.on_part is None or self.filling.taken_bytes - self.told_bytes < PART_BYTES:
+        """Whether `on_part` is to be called; once for each part."""
+        if self.on_part is None or self.filling.taken_bytes - self._told_bytes < self._part_bytes:
             return False
-        self.told_bytes = self.filling.taken_bytes
+        self._told_bytes = self.filling.taken_bytes
+        self._part_bytes = min(PART_GROWTH * self._part_bytes, MOST_PART_BYTES)
         return True
 
     @abstractmethod

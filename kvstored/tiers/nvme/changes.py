@@ -78,9 +78,21 @@ class Changes:
         """Commit what is queued."""
         await self._commits.close()
 
-    async def dedicate(self, region: int, slot_bytes: int, dedication: int) -> bool:
-        """Give a spare region a slot size, durably. False: the device would not."""
-        return await self._regions.dedicate(region, slot_bytes, dedication)
+    async def dedicate(self, regions: Sequence[int], slot_bytes: int, opened: bool = False) -> bool:
+        """Give spare regions a slot size, durably; `opened`: and let their first slots be written.
+        False: the device would not.
+        """
+        slots = self._space.slots
+        if opened:  # the commit that opens them is not to find them given to another size
+            slots.keep(regions, True)
+        try:
+            if not await self._regions.dedicate(regions, slot_bytes):
+                return False
+            if opened:
+                await self._commits.open_ahead(regions)
+            return True
+        finally:
+            slots.keep(regions, False)
 
     # ---- write --------------------------------------------------------------------------------
 
@@ -148,6 +160,8 @@ class Changes:
         lost = await self._write_images(items, entries)
         failed |= lost
         written = [entry for entry in entries if entry.place not in lost]
+        if not written:
+            self._commits.written()
         parts = runs(written, lambda _: 0, 1, layout.COMMIT_RECORDS)
         return failed | await self._published(parts, [0] * len(parts))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstored.tiers.nvme import layout
 from kvstored.tiers.nvme.committer import Change, Committer, Kind
-from kvstored.tiers.nvme.format import is_small, region_of, slot_of
+from kvstored.tiers.nvme.format import is_small, place_of, region_of, slot_of
 from kvstored.tiers.nvme.index import Entry, Environment
 from kvstored.tiers.nvme.regions import IO_ERRORS, Parts, Regions
 from kvstored.tiers.nvme.slots import PlaceState, by_region
@@ -49,7 +49,11 @@ class Commits:
         self._regions = regions
         self._owed: dict[bool, set[int]] = {True: set(), False: set()}  # removals, by smallness
         self._slots = Committer(
-            self._apply_slots, layout.COMMIT_RECORDS, 1 << 62, "nvme-index-commit"
+            self._apply_slots,
+            layout.COMMIT_RECORDS,
+            1 << 62,
+            "nvme-index-commit",
+            lambda: regions.writing,
         )
         self._small = Committer(
             self._apply_small, layout.COMMIT_RECORDS, plan.small_commit_bytes, "nvme-small-commit"
@@ -59,6 +63,10 @@ class Commits:
     def owed(self) -> int:
         """Removals that do not hold yet."""
         return sum(map(len, self._owed.values()))
+
+    def written(self) -> None:
+        """A write has ended, whether or not something of it is published."""
+        self._slots.look()
 
     async def close(self) -> None:
         """Commit what is queued."""
@@ -96,6 +104,15 @@ class Commits:
             if not await future:
                 failed += part
         return failed
+
+    async def open_ahead(self, regions: Sequence[int]) -> None:
+        """Open the first free slots of regions; where that fails, who writes there will try."""
+        places = []
+        for region in regions:
+            free = self._space.slots.regions[region].states == PlaceState.FREE
+            slots = np.flatnonzero(free)[:OPENED_AHEAD].tolist()
+            places += [place_of(region, slot) for slot in slots]
+        await self.open(places)
 
     # ---- batches ------------------------------------------------------------------------------
 
@@ -158,20 +175,20 @@ class Commits:
             # A void header that is synced, or a commit: either one keeps the object from coming
             # back, since an abandoned region is not scanned.
             synced = change.voided and change not in plan.doubtful
-            self._finish_removal(change, held or synced)
+            self._finish_removal(change, held, synced)
 
     def _removals(self, remove: Sequence[Change], small: bool) -> list[int]:
         return [*(place for c in remove for place in c.places), *self._owed[small]]
 
-    def _finish_removal(self, change: Change, held: bool) -> None:
-        if held:
+    def _finish_removal(self, change: Change, committed: bool, synced: bool) -> None:
+        if committed:
             leaving = [
                 p for p in change.places if self._space.state(p) is PlaceState.LEAVING
             ]  # the commit has freed those that were owed
             self._space.release(leaving)
-        else:
+        else:  # a place that the index has for one object must not get another's header
             self._owed[is_small(change.places[0])].update(change.places)
-        change.done.set_result(held)
+        change.done.set_result(committed or synced)
 
     def _settle(self, plan: _Batch) -> None:
         for number, bitmap in plan.opened.items():

@@ -17,6 +17,9 @@ from kvstored.tiers.nvme.index import Entry
 
 _log = logging.getLogger(__name__)
 
+PATIENCE_S = 0.05
+"""How long publications wait for others to share their sync, at most."""
+
 
 class Kind(enum.Enum):
     """What a change does to the index."""
@@ -50,13 +53,16 @@ class Committer:
         max_places: int,
         max_bytes: int,
         name: str,
+        more_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
         """`apply` gets a batch and resolves the future of each of its changes. No change may by
-        itself have more than `max_places`.
+        itself have more than `max_places`. `more_to_come()`: whether publications are on their way
+        that could share a sync with those that wait; whenever that ends, `look` must be called.
         """
         self._apply = apply
         self._max_places = max_places
         self._max_bytes = max_bytes
+        self._more_to_come = more_to_come
         self._queue: deque[Change] = deque()
         self._wake = asyncio.Event()
         self._closing = False
@@ -77,6 +83,10 @@ class Committer:
         self._wake.set()
         return done
 
+    def look(self) -> None:
+        """Something that `more_to_come` tells of has come, or will not."""
+        self._wake.set()
+
     async def close(self) -> None:
         """Apply what is queued, then end."""
         self._closing = True
@@ -91,7 +101,22 @@ class Committer:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
+            await self._gather()
             await self._commit(self._next_batch())
+
+    async def _gather(self) -> None:
+        """Let publications that are on their way join those that wait: a sync stops the device for
+        as long as some MiB take. What others wait for in order to write or delete goes at once.
+        """
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self._more_to_come() and not self._closing:
+                    if any(change.kind is not Kind.PUBLISH for change in self._queue):
+                        return
+                    self._wake.clear()
+                    await self._wake.wait()
+        except TimeoutError:
+            pass
 
     async def _commit(self, batch: list[Change]) -> None:
         """Apply one batch. A function of its own, so that an idle committer keeps no payload."""

@@ -184,21 +184,29 @@ class DataFile:
         size = entry.slot_bytes
         return not size % BLOCK_BYTES and HEADER_BYTES < size <= self.superblock.region_bytes
 
-    def write_entries(self, changed: RegionEntry, table: Sequence[RegionEntry]) -> None:
-        """Write the block of the table that holds `changed`, in both copies, and sync.
+    def write_entries(self, changed: Sequence[RegionEntry], table: Sequence[RegionEntry]) -> None:
+        """Write the blocks of the table that hold `changed`, in one copy and then in the other,
+        each synced.
 
-        `table` has the entries of all regions; `changed` stands in for its own.
+        `table` has the entries of all regions; those of `changed` stand in for their own.
         """
-        first = changed.region // ENTRIES_PER_BLOCK * ENTRIES_PER_BLOCK
+        current = list(table)
+        for entry in changed:
+            current[entry.region] = entry
+        firsts = sorted({e.region // ENTRIES_PER_BLOCK * ENTRIES_PER_BLOCK for e in changed})
+        blocks = [(first, self._table_block(current, first)) for first in firsts]
+        for offset in self.superblock.table_offsets:
+            for first, block in blocks:
+                self._write([block], offset + first * REGION_ENTRY_BYTES)
+            self.sync()
+
+    def _table_block(self, table: Sequence[RegionEntry], first: int) -> memoryview:
         block = aligned_block()
         for i, entry in enumerate(table[first : first + ENTRIES_PER_BLOCK]):
-            current = changed if entry.region == changed.region else entry
-            if current != RegionEntry(current.region):
+            if entry != RegionEntry(entry.region):
                 at = i * REGION_ENTRY_BYTES
-                block[at : at + REGION_ENTRY_BYTES] = current.encode(self.superblock.volume_id)
-        for offset in self.superblock.table_offsets:
-            self._write([block], offset + first * REGION_ENTRY_BYTES)
-            self.sync()
+                block[at : at + REGION_ENTRY_BYTES] = entry.encode(self.superblock.volume_id)
+        return block
 
 
 def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,22 +65,28 @@ class Regions:
 
     # ---- the table ----------------------------------------------------------------------------
 
-    async def dedicate(self, region: int, slot_bytes: int, dedication: int) -> bool:
-        """Give a spare region a slot size, durably. False: the device would not."""
-        self._slots.claim(region)
-        entry = RegionEntry(
-            region, RegionState.DEDICATED, slot_bytes, dedication, self._next_sequence()
-        )
-        if not await self._write_entry(entry):
-            self._slots.unclaim(region)
-            return False
-        self._slots.dedicated(entry)
-        return True
+    async def dedicate(self, regions: Sequence[int], slot_bytes: int) -> bool:
+        """Give spare regions a slot size, durably. False: the device would not."""
+        entries = []
+        for region in regions:
+            self._slots.claim(region)
+            dedication = secrets.randbits(64) | 1
+            entries.append(
+                RegionEntry(
+                    region, RegionState.DEDICATED, slot_bytes, dedication, self._next_sequence()
+                )
+            )
+        held = await self._write_entries(entries)
+        for entry in entries:
+            if held:
+                self._slots.dedicated(entry)
+            else:
+                self._slots.unclaim(entry.region)
+        return held
 
     async def abandon(self, regions: Iterable[int]) -> None:
         """Write no more to regions whose bytes may not be what was written."""
-        for entry in self._give_up(regions):
-            await self._write_entry(entry)
+        await self._write_entries(self._give_up(regions))
 
     def _give_up(self, regions: Iterable[int]) -> list[RegionEntry]:
         """`abandon` in memory; gives the entries that are to be written."""
@@ -98,14 +105,17 @@ class Regions:
         """Whether a region was given up: what was written to it lately may not be there."""
         return self._slots.regions[region].entry.state is RegionState.ABANDONED
 
-    async def _write_entry(self, entry: RegionEntry) -> bool:
+    async def _write_entries(self, entries: Sequence[RegionEntry]) -> bool:
+        """Write some of the table. False: the device would not."""
+        if not entries:
+            return True
         data = self._parts.data
         lost: list[RegionEntry] = []
         async with self._syncing:
             table = [region.entry for region in self._slots.regions]
             failed = data.failed_syncs
             try:
-                await self._parts.synced(lambda: data.write_entries(entry, table))
+                await self._parts.synced(lambda: data.write_entries(entries, table))
             except OSError as error:
                 self._parts.note("region table", error)
                 if data.failed_syncs != failed:
@@ -113,13 +123,17 @@ class Regions:
             else:
                 self._parts.note("region table", None)
                 return True
-        for other in lost:
-            await self._write_entry(other)
+        await self._write_entries(lost)
         return False
 
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence
+
+    @property
+    def writing(self) -> bool:
+        """Whether something is being written."""
+        return bool(self._writing)
 
     # ---- writes and syncs ---------------------------------------------------------------------
 
@@ -154,8 +168,7 @@ class Regions:
                     del self._unsynced[region]
                 return True
             lost = self._give_up({*self._unsynced, *self._writing})
-        for entry in lost:
-            await self._write_entry(entry)
+        await self._write_entries(lost)
         return False
 
     def _sync_and(self, then: Callable[[], None] | None) -> OSError | None:

@@ -28,6 +28,9 @@ NOBODY = 0xFFFFFFFF
 STRANDED = 8
 """At most this part of a volume may be free in slots of sizes that nobody wants."""
 
+SPARED = 8
+"""This part of a volume's regions is left to whatever size needs one, not made ready for any."""
+
 CHOICES = 4
 """Regions that are named to whoever is to empty one."""
 
@@ -168,6 +171,7 @@ class SlotTable:
         self._sizes: dict[int, set[int]] = {}
         self._free: set[int] = set()
         self._current: dict[int, int] = {}
+        self._kept: set[int] = set()
         for number, region in enumerate(self.regions):
             if region.entry.state is RegionState.DEDICATED:
                 self.dedicated(region.entry)
@@ -236,9 +240,27 @@ class SlotTable:
             return min(self._free)
         for numbers in self._sizes.values():
             for number in numbers:
-                if self.regions[number].empty:
+                if self.regions[number].empty and number not in self._kept:
                     return number
         return None
+
+    def ahead(self, slot_bytes: int, ahead_bytes: int) -> list[int]:
+        """Regions without slots to be given that size now, so that `ahead_bytes` are free in it; no
+        more than have it already, so that a size that is rare takes little; and some are left to
+        whatever size comes.
+        """
+        having = self._sizes.get(slot_bytes, set())
+        free = sum(self.regions[n].free for n in having) * slot_bytes
+        wanted = min(-(-(ahead_bytes - free) // self.region_bytes), len(having))
+        spare = len(self._free) - max(1, len(self.regions) // SPARED)
+        return sorted(self._free)[: max(0, min(wanted, spare))]
+
+    def keep(self, numbers: Sequence[int], kept: bool) -> None:
+        """Whether dedicated regions are to keep their slot size, however empty they are."""
+        if kept:
+            self._kept.update(numbers)
+        else:
+            self._kept.difference_update(numbers)
 
     def crowded(self, slot_bytes: int) -> list[range]:
         """Places of regions that are to be emptied for slots of that size, the emptiest first.

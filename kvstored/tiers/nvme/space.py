@@ -151,6 +151,15 @@ class Space:
         region = self.slots.spare_region()
         return places, NoRoom.TIER if region is None else NeedsRegion(region, charge)
 
+    def needs_soon(self, length_bytes: int, ahead_bytes: int) -> tuple[int, list[int]]:
+        """The slot size for objects of that length, and the regions to make ready for it: none
+        where so much is free in slots of the size, or few regions are left that have no slots.
+        """
+        slot_bytes = layout.slot_bytes(length_bytes)
+        if length_bytes <= layout.SMALL_MAX_BYTES or slot_bytes > self._region_bytes:
+            return slot_bytes, []
+        return slot_bytes, self.slots.ahead(slot_bytes, ahead_bytes)
+
     def _allowed(self, namespace: str, charge: int, count: int) -> int:
         """How many of so many objects the namespace's cap lets in."""
         cap = self._namespace_cap(namespace) if self._namespace_cap else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -48,6 +47,10 @@ from kvstored.tiers.nvme.volume import Settings, Volume, open_volume
 _log = logging.getLogger(__name__)
 
 _DELETES_AT_ONCE = 256
+
+AHEAD_BYTES = 512 << 20
+"""As much as a device takes while it makes regions ready, whose syncs wait for all of that."""
+
 R = TypeVar("R")
 
 
@@ -78,6 +81,7 @@ class VolumeTier(Tier):
         small_bytes: int | None = None,
         threads: int = 4,
         read_threads: int = 8,
+        ahead_bytes: int = AHEAD_BYTES,
         walk_timeout_s: float = 60.0,
         make_directory: bool = True,
     ) -> None:
@@ -92,6 +96,7 @@ class VolumeTier(Tier):
         )
         self._threads = threads
         self._read_threads = read_threads
+        self._ahead_bytes = ahead_bytes
         self._files = files or RealFiles()
         self._namespace_cap = namespace_cap
         self._troubles: dict[str, str] = {}
@@ -99,6 +104,7 @@ class VolumeTier(Tier):
         self._readers: Counter[int] = Counter()
         self._drained: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self._ahead: dict[int, asyncio.Task[bool]] = {}  # regions that are made ready, by slot size
         self._down = True
         self._opened = False
         self._died = ""
@@ -173,6 +179,11 @@ class VolumeTier(Tier):
             return (0, 0, 0)
         slots = self._space.slots
         return (len(slots.regions), sum(r.empty for r in slots.regions), slots.abandoned)
+
+    @property
+    def making_ready(self) -> bool:
+        """Whether regions are being given a slot size before they are needed."""
+        return bool(self._ahead)
 
     def namespace_charged_bytes(self, namespace: str) -> int:
         """What a namespace's objects and reservations are charged on this volume."""
@@ -336,16 +347,40 @@ class VolumeTier(Tier):
                         why = None if await self._dedicate(why) else NoRoom.DOWN
                     if why is not None:
                         return [*places, *[why] * (len(lengths_bytes) - len(places))]
+            for length in set(lengths_bytes):
+                self._look_ahead(length)
         except asyncio.CancelledError:
             self.cancel(places)
             raise
         return list(places)
 
     async def _dedicate(self, needed: NeedsRegion) -> bool:
-        dedication = secrets.randbits(64) | 1
-        return await self._finish(
-            self._changes.dedicate(needed.region, needed.slot_bytes, dedication)
+        ahead = self._ahead.get(needed.slot_bytes)
+        if ahead is not None:
+            await asyncio.wait([ahead])
+            return not self._down
+        return await self._finish(self._changes.dedicate([needed.region], needed.slot_bytes))
+
+    def _look_ahead(self, length_bytes: int) -> None:
+        """Make more regions ready where slots for such objects are getting scarce: else the writes
+        that need them would wait for their syncs, each of which waits for all that is written.
+        """
+        slot_bytes, regions = self._space.needs_soon(length_bytes, self._ahead_bytes)
+        if not regions or slot_bytes in self._ahead:
+            return
+        for region in regions:
+            self._space.slots.claim(region)
+        task = asyncio.get_running_loop().create_task(
+            self._changes.dedicate(regions, slot_bytes, opened=True)
         )
+        self._ahead[slot_bytes] = task
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[bool]) -> None:
+            del self._ahead[slot_bytes]
+            self._tasks.discard(task)
+
+        task.add_done_callback(ended)
 
     def crowded(self, length_bytes: int) -> list[range]:
         """See Tier."""

@@ -116,21 +116,30 @@ class Residency:
     ) -> None:
         """`place_object` of many that have no place in the tier, in chunks whose tick is set."""
         ns.index.place_many(objects, tier, places)
-        for tenant, length, count in self._kinds(ns, objects):
-            charged = count * self.tiers[tier].charge_bytes(length)
+        for tenant, length, charged, count in self._kinds(ns, objects, tier):
             self.accounts.charge(ns.name, tenant, TIER_LABEL[tier], charged, count)
             stored = self.accounts.stored[ns.name, tenant, TIER_LABEL[tier]]
             stored.add(count, 0, count * length)
 
-    def _kinds(self, ns: Namespace, objects: NDArray[np.int32]) -> list[tuple[str, int, int]]:
-        """Tenant, length in bytes, and how many of the objects have these."""
-        index = ns.index
+    def _kinds(
+        self, ns: Namespace, objects: NDArray[np.int32], tier: TierKind
+    ) -> list[tuple[str, int, int, int]]:
+        """Tenant, length of each in bytes, what they are charged together, and how many of the
+        objects, which are in the tier, these are.
+        """
+        index, where = ns.index, self.tiers[tier]
         chunks = np.frombuffer(index.object_chunk, np.int32)[objects]
         kinds = np.frombuffer(index.tenant, np.uint32)[chunks].astype(np.uint64) << np.uint64(32)
         kinds |= np.frombuffer(index.object_length, np.uint32)[objects]
-        distinct, counts = np.unique(kinds, return_counts=True)
-        pairs = zip(distinct.tolist(), counts.tolist(), strict=True)
-        return [(ns.tenants[kind >> 32], kind & 0xFFFF_FFFF, count) for kind, count in pairs]
+        marks = np.frombuffer(index.place[tier], np.int64)[objects] & where.charge_mask
+        found = []
+        for mark in np.unique(marks).tolist():
+            distinct, counts = np.unique(kinds[marks == mark], return_counts=True)
+            for kind, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+                length = kind & 0xFFFF_FFFF
+                charged = count * where.charge_at(mark, length)
+                found.append((ns.tenants[kind >> 32], length, charged, count))
+        return found
 
     def lose_many(
         self, ns: Namespace, objects: NDArray[np.int32], tier: TierKind, reason: str
@@ -139,8 +148,7 @@ class Residency:
         forget those that no other tier has. Gives the chunks (rows) that are left without objects.
         """
         gone = self.accounts.evicted[ns.name, TIER_LABEL[tier], reason]
-        for tenant, length, count in self._kinds(ns, objects):
-            charged = count * self.tiers[tier].charge_bytes(length)
+        for tenant, length, charged, count in self._kinds(ns, objects, tier):
             self.accounts.charge(ns.name, tenant, TIER_LABEL[tier], -charged, -count)
             gone.add(count, 0, count * length)
         ns.index.unplace_many(objects, tier)
@@ -184,7 +192,7 @@ class Residency:
         length = ns.index.object_length[row]
         tenant = ns.tenants[ns.index.tenant[ns.index.object_chunk[row]]]
         label = TIER_LABEL[tier]
-        nbytes = self.tiers[tier].charge_bytes(length)
+        nbytes = self.tiers[tier].charge_at(ns.index.place[tier][row], length)
         self.accounts.charge(ns.name, tenant, label, sign * nbytes, sign)
         if sign > 0:
             self.accounts.stored[ns.name, tenant, label].add(1, 0, length)
@@ -199,7 +207,9 @@ class Residency:
         freed = 0
         for row in list(index.object_rows(chunk)):
             if index.place[tier][row] != NONE:
-                freed += self.tiers[tier].charge_bytes(index.object_length[row])
+                freed += self.tiers[tier].charge_at(
+                    index.place[tier][row], index.object_length[row]
+                )
                 places.append(self.unplace_object(ns, row, tier, "capacity"))
         self._discard(tier, places)
         if not index.tiers[chunk]:

@@ -213,7 +213,17 @@ class Tier(ABC):
 
     @abstractmethod
     def charge_bytes(self, length_bytes: int) -> int:
-        """What an object of that length is charged here, padding and header included."""
+        """What an object of that length is charged here, padding and header included, in the kind
+        of place that is meant for its length.
+        """
+
+    charge_mask: int = 0
+    """Bits of a place that say of what kind it is, where there are several."""
+
+    def charge_at(self, place: int, length_bytes: int) -> int:
+        """What an object is charged at its place, of which only `charge_mask` counts."""
+        del place
+        return self.charge_bytes(length_bytes)
 
     @abstractmethod
     async def open(self) -> Recovered:

@@ -13,6 +13,7 @@ from kvstored.tiers.nvme.format import (
     ENTRIES_PER_BLOCK,
     MAX_REGIONS,
     REGION_ENTRY_BYTES,
+    is_small,
 )
 from kvstored.tiers.nvme.header import HEADER_BYTES, PIECES_OFFSET
 from kvstored.tiers.nvme.index_wire import CHUNK_BYTES
@@ -82,6 +83,11 @@ def charge_bytes(length_bytes: int) -> int:
         return slot_bytes(length_bytes)
     chunks = small_chunks(length_bytes)
     return chunks * (BLOCK_BYTES + _SMALL_CHUNK_TREE_BYTES) + _TREE_ENTRY_BYTES
+
+
+def charge_at(place: int, length_bytes: int) -> int:
+    """What an object occupies where it is: a small one may be in a slot, too."""
+    return charge_bytes(length_bytes) if is_small(place) else slot_bytes(length_bytes)
 
 
 @dataclass(frozen=True, slots=True)

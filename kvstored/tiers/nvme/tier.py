@@ -33,6 +33,7 @@ from kvstored.tiers.base import (
 )
 from kvstored.tiers.nvme import header, layout, probe
 from kvstored.tiers.nvme.breaker import Patience
+from kvstored.tiers.nvme.format import SMALL_BIT
 from kvstored.tiers.nvme.member import Call, Measure, Member, VolumeSpec, answers
 from kvstored.tiers.nvme.placing import Placing
 from kvstored.tiers.nvme.spread_read import PLACE_MASK, SpreadRead
@@ -124,6 +125,12 @@ class NvmeTier(Tier):
     def charge_bytes(self, length_bytes: int) -> int:
         """See Tier."""
         return layout.charge_bytes(length_bytes)
+
+    charge_mask = SMALL_BIT
+
+    def charge_at(self, place: int, length_bytes: int) -> int:
+        """See Tier."""
+        return layout.charge_at(place, length_bytes)
 
     def volumes(self) -> list[VolumeStatus]:
         """Each volume as it is now, by number."""

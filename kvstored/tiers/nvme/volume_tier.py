@@ -37,7 +37,7 @@ from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
 from kvstored.tiers.nvme.contents import Listed, list_after
 from kvstored.tiers.nvme.device import DataFile
-from kvstored.tiers.nvme.format import is_small
+from kvstored.tiers.nvme.format import SMALL_BIT, is_small
 from kvstored.tiers.nvme.reads import Job, ReadRate, Reads
 from kvstored.tiers.nvme.recovery import Recovery, recover
 from kvstored.tiers.nvme.slots import PlaceState
@@ -206,6 +206,12 @@ class VolumeTier(Tier):
     def charge_bytes(self, length_bytes: int) -> int:
         """See Tier."""
         return layout.charge_bytes(length_bytes)
+
+    charge_mask = SMALL_BIT
+
+    def charge_at(self, place: int, length_bytes: int) -> int:
+        """See Tier."""
+        return layout.charge_at(place, length_bytes)
 
     @property
     def accepted_bytes(self) -> int:

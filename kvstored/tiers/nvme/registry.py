@@ -3,8 +3,7 @@
 A directory of small files on the data directory's disk, so that it does not go away with a volume:
 
     known.json          the volumes by UUID; replaced whole
-    UUID.deleted        what was deleted while that volume was away ("tombstones"): frames of
-                        (length, XXH3-64, payload), appended and synced
+    UUID.deleted        what was deleted while that volume was away ("tombstones"): an AppendLog
 
 A torn frame at the end was never acknowledged and is dropped. Damage before it, or more than
 MOST_TOMBSTONES, means that the volume is to come back empty. Everything blocks and is meant for one
@@ -15,22 +14,22 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
+from kvstored.io.appendlog import AppendLog
 from kvstored.io.base import Files
+from kvstored.io.whole import is_there, make_directory, read_whole, replace_file
 
 _log = logging.getLogger(__name__)
 
 MOST_TOMBSTONES = 100_000
 ANY_SEQUENCE = (1 << 64) - 1
 KNOWN = "known.json"
-_FRAME = struct.Struct("<QQ")
 _HEAD = struct.Struct("<QHHH")  # through, lengths of namespace, family, key
 
 
@@ -69,18 +68,14 @@ class Registry:
     known: dict[str, Known] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _counts: dict[str, int] = field(default_factory=dict)
-    _named: set[str] = field(default_factory=set)  # whose file's name is known to be durable
+    _tombstone_files: dict[str, AppendLog] = field(default_factory=dict)
 
     def load(self) -> dict[str, list[Tombstone]]:
         """Read everything; gives the tombstones of each volume that has some.
 
         Raises OSError when the directory cannot be used.
         """
-        parts = [*reversed(self.directory.parents), self.directory]
-        for path in parts:
-            if not self._there(path):
-                self.files.mkdir(path)
-                self.files.sync_directory(path.parent)
+        make_directory(self.files, self.directory)
         self._load_known()
         found = {}
         for uuid in list(self.known):
@@ -104,100 +99,43 @@ class Registry:
     def append(self, uuid: str, tombstones: Sequence[Tombstone]) -> None:
         """Remember deletes for a volume; durable on return."""
         known = self.known[uuid]
-        if known.empty:
+        if known.empty or not tombstones:
             return
         if self._counts.get(uuid, 0) + len(tombstones) > MOST_TOMBSTONES:
             self.put(replace(known, empty=True))
             self._forget(uuid)
             return
-        payload = b"".join(map(_encode, tombstones))
-        frame = _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
-        path = self._path(uuid)
-        fd = self.files.open(path, os.O_RDWR | os.O_CREAT)
-        try:
-            end = self.files.stat(path).st_size
-            try:
-                self._write(fd, frame, end)
-                self.files.fdatasync(fd)
-            except OSError:
-                self.files.truncate(fd, end)  # or what comes later would lie behind a torn frame
-                raise
-        finally:
-            self.files.close(fd)
-        if uuid not in self._named:  # also if it is there: who made it may not have come this far
-            self.files.sync_directory(self.directory)
-            self._named.add(uuid)
+        self._file_of(uuid).append(b"".join(map(_encode, tombstones)))
         self._counts[uuid] = self._counts.get(uuid, 0) + len(tombstones)
 
     def clear(self, uuid: str) -> None:
         """Forget what was deleted of a volume: it has been told; durable on return."""
-        if self._there(self._path(uuid)):
-            self._forget(uuid)
-        self._counts.pop(uuid, None)
+        self._forget(uuid)
 
     # ---- files --------------------------------------------------------------------------------
 
     def _forget(self, uuid: str) -> None:
         """Remove the file of a volume's tombstones."""
-        self._named.discard(uuid)
         self._counts.pop(uuid, None)
-        self._unlink(self._path(uuid))
+        self._file_of(uuid).remove()
 
-    def _path(self, uuid: str) -> Path:
-        return self.directory / f"{uuid}.deleted"
-
-    def _there(self, path: Path) -> bool:
-        try:
-            self.files.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _unlink(self, path: Path) -> None:
-        try:
-            self.files.unlink(path)
-        except FileNotFoundError:
-            return
-        self.files.sync_directory(self.directory)
-
-    def _write(self, fd: int, data: bytes, offset: int) -> None:
-        left = memoryview(data)
-        while left:
-            done = self.files.pwritev(fd, [left], offset)
-            offset += done
-            left = left[done:]
-
-    def _read(self, path: Path) -> bytes:
-        fd = self.files.open(path, os.O_RDONLY)
-        try:
-            data = memoryview(bytearray(self.files.stat(path).st_size))
-            at = 0
-            while at < len(data) and (done := self.files.preadv(fd, [data[at:]], at)):
-                at += done
-            return bytes(data[:at])
-        finally:
-            self.files.close(fd)
+    def _file_of(self, uuid: str) -> AppendLog:
+        """The file of a volume's tombstones."""
+        path = self.directory / f"{uuid}.deleted"
+        return self._tombstone_files.setdefault(uuid, AppendLog(self.files, path))
 
     def _save(self, known: dict[str, Known]) -> None:
         body = json.dumps([asdict(k) for k in known.values()], indent=1)
         check = f"{xxhash.xxh3_64_intdigest(body.encode()):016x}\n"
-        fresh = self.directory / (KNOWN + ".new")
-        fd = self.files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._write(fd, (check + body).encode(), 0)
-            self.files.fdatasync(fd)
-        finally:
-            self.files.close(fd)
-        self.files.rename(fresh, self.directory / KNOWN)
-        self.files.sync_directory(self.directory)
+        replace_file(self.files, self.directory / KNOWN, (check + body).encode())
         self.known = known
 
     def _load_known(self) -> None:
         path = self.directory / KNOWN
-        if not self._there(path):
+        if not is_there(self.files, path):
             return
         try:
-            check, body = self._read(path).split(b"\n", 1)
+            check, body = read_whole(self.files, path).split(b"\n", 1)
             if int(check, 16) != xxhash.xxh3_64_intdigest(body):
                 raise ValueError("its checksum differs")
             self.known = {entry["uuid"]: Known(**entry) for entry in json.loads(body)}
@@ -207,51 +145,19 @@ class Registry:
             self.files.rename(path, path.with_suffix(".damaged"))
 
     def _load_tombstones(self, uuid: str) -> list[Tombstone]:
-        path = self._path(uuid)
-        if self.known[uuid].empty or not self._there(path):
+        if self.known[uuid].empty:
             return []
-        found: list[Tombstone] = []
-        data = self._read(path)
-        at = 0
-        for payload, end in _frames(data):
-            found += _decode(payload)
-            at = end
-        if at < len(data):
-            if not _torn(data, at):
-                self.problems.append(f"{path}: damaged; the volume comes back empty")
-                self.put(replace(self.known[uuid], empty=True))
-                return []
-            fd = self.files.open(path, os.O_RDWR)
-            try:
-                self.files.truncate(fd, at)
-                self.files.fdatasync(fd)
-            finally:
-                self.files.close(fd)
+        file = self._file_of(uuid)
+        read = file.load()
+        found = [tombstone for payload in read.payloads for tombstone in _decode(payload)]
+        if read.damaged:
+            self.problems.append(f"{file.path}: damaged; the volume comes back empty")
+            self.put(replace(self.known[uuid], empty=True))
+            return []
+        if read.whole_bytes < read.length_bytes:
+            file.cut(read.whole_bytes)
         self._counts[uuid] = len(found)
         return found
-
-
-def _frames(data: bytes) -> Iterator[tuple[bytes, int]]:
-    """Payload and end of each whole frame, up to the first that is not."""
-    at = 0
-    while at + _FRAME.size <= len(data):
-        length, check = _FRAME.unpack_from(data, at)
-        end = at + _FRAME.size + length
-        payload = data[at + _FRAME.size : end]
-        if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != check or not length:
-            return
-        yield payload, end
-        at = end
-
-
-def _torn(data: bytes, at: int) -> bool:
-    """Whether what lies behind the last whole frame can be one that was never synced: nothing
-    whole follows it.
-    """
-    if at + _FRAME.size > len(data):
-        return True
-    length, _ = _FRAME.unpack_from(data, at)
-    return at + _FRAME.size + int(length) >= len(data) or not any(data[at : at + _FRAME.size])
 
 
 def _encode(tombstone: Tombstone) -> bytes:

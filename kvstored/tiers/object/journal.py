@@ -1,9 +1,9 @@
 """What this node owes to the bucket, remembered over a restart.
 
-A file of its own under the data directory (`object/owed`): a head, then frames of (length, XXH3-64,
-payload), appended and synced. A payload is a row of changes: a name is owed, or is not any more.
-What is damaged ends the file: what was owed behind it is forgotten, which costs an upload and never
-a wrong byte. When most of a file is history it is written anew.
+A file of its own under the data directory (`object/owed`): an AppendLog. A payload is a row of
+changes: a name is owed, or is not any more. What is damaged ends the file: what was owed behind it
+is forgotten, which costs an upload and never a wrong byte. When most of a file is history it is
+written anew.
 
 `Journal` blocks and is meant for one thread; `Owed` is what the write-back asks, on its loop.
 """
@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
+from kvstored.io.appendlog import FRAME_BYTES, AppendLog
 from kvstored.io.base import Files
+from kvstored.io.whole import make_directory
 from kvstored.tiers.object.api import ObjectName
 
 _log = logging.getLogger(__name__)
@@ -35,7 +34,6 @@ MAGIC: Final = b"KVSTOWE1"
 NAME: Final = "owed"
 REWRITE_ABOVE_BYTES: Final = 1 << 20
 ABOUT_A_NAME_BYTES: Final = 96
-_FRAME = struct.Struct("<QQ")
 _CHANGE = struct.Struct("<BBHH")  # owed, version, lengths of namespace and part
 
 Change = tuple[bool, ObjectName]
@@ -50,7 +48,7 @@ class Journal:
     ) -> None:
         self._files = files
         self._directory = directory
-        self._path = directory / NAME
+        self._file = AppendLog(files, directory / NAME, head=MAGIC)
         self._rewrite_above_bytes = rewrite_above_bytes
         self._end = 0  # where the next frame goes; 0: the file has to be written anew
         self.live: dict[ObjectName, None] = {}
@@ -59,20 +57,13 @@ class Journal:
 
     def load(self) -> list[ObjectName]:
         """Read what is owed. Raises OSError where the directory cannot be used."""
-        for path in (*reversed(self._directory.parents), self._directory):
-            if not self._there(path):
-                self._files.mkdir(path)
-                self._files.sync_directory(path.parent)
-        data = self._read() if self._there(self._path) else b""
-        whole = 0
-        if data[: len(MAGIC)] == MAGIC:
-            whole = len(MAGIC)
-            for payload, end in _frames(data, whole):
-                self._take(_decoded(payload))
-                whole = end
-        if whole < len(data):
-            self.problem = f"{len(data) - whole} B behind {whole} B of it are no whole frames"
-            _log.warning("%s: %s; what they owed is forgotten", self._path, self.problem)
+        make_directory(self._files, self._directory)
+        found = self._file.load()
+        for payload in found.payloads:
+            self._take(_decoded(payload))
+        if left := found.length_bytes - found.whole_bytes:
+            self.problem = f"{left} B behind {found.whole_bytes} B of it are no whole frames"
+            _log.warning("%s: %s; what they owed is forgotten", self._file.path, self.problem)
         # also a whole file: it is never appended to before it is known to be durable
         self._end = 0
         return list(self.live)
@@ -83,20 +74,12 @@ class Journal:
         """
         self._take(changes)
         payload = b"".join(_encoded(owed, name) for owed, name in changes)
-        frame = _framed(payload)
-        history = self._end + len(frame) > self._rewrite_above_bytes
-        if not self._end or (history and self._end > 4 * ABOUT_A_NAME_BYTES * len(self.live)):
+        end, self._end = self._end, 0  # until it is known how this ends
+        history = end + FRAME_BYTES + len(payload) > self._rewrite_above_bytes
+        if not end or (history and end > 4 * ABOUT_A_NAME_BYTES * len(self.live)):
             self._write_anew()
             return
-        end, self._end = self._end, 0  # until it is known how this ends
-        fd = self._files.open(self._path, os.O_RDWR)
-        try:
-            self._put(fd, frame, end)
-            if any(owed for owed, _ in changes):
-                self._files.fdatasync(fd)
-        finally:
-            self._files.close(fd)
-        self._end = end + len(frame)
+        self._end = self._file.append(payload, synced=any(owed for owed, _ in changes))
 
     def replace(self, names: Iterable[ObjectName]) -> None:
         """Remember these names and no others. As `write`."""
@@ -116,42 +99,7 @@ class Journal:
         """Replace the file by one that holds what is live."""
         self._end = 0
         names = b"".join(_encoded(True, name) for name in self.live)
-        body = MAGIC + (_framed(names) if names else b"")
-        fresh = self._path.with_suffix(".new")
-        fd = self._files.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        try:
-            self._put(fd, body, 0)
-            self._files.fdatasync(fd)
-        finally:
-            self._files.close(fd)
-        self._files.rename(fresh, self._path)
-        self._files.sync_directory(self._directory)
-        self._end = len(body)
-
-    def _there(self, path: Path) -> bool:
-        try:
-            self._files.stat(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _put(self, fd: int, data: bytes, offset: int) -> None:
-        left = memoryview(data)
-        while left:
-            done = self._files.pwritev(fd, [left], offset)
-            offset += done
-            left = left[done:]
-
-    def _read(self) -> bytes:
-        fd = self._files.open(self._path, os.O_RDONLY)
-        try:
-            data = memoryview(bytearray(self._files.stat(self._path).st_size))
-            at = 0
-            while at < len(data) and (done := self._files.preadv(fd, [data[at:]], at)):
-                at += done
-            return bytes(data[:at])
-        finally:
-            self._files.close(fd)
+        self._end = self._file.replace([names] if names else [])
 
 
 class Owed:
@@ -257,22 +205,6 @@ class Owed:
             _log.warning("what is owed to the bucket is not remembered: %s", error)
         self.failures += 1
         self.problem = str(error)
-
-
-def _framed(payload: bytes) -> bytes:
-    return _FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
-
-
-def _frames(data: bytes, at: int) -> Iterator[tuple[bytes, int]]:
-    """Payload and end of each whole frame, up to the first that is not."""
-    while at + _FRAME.size <= len(data):
-        length, check = _FRAME.unpack_from(data, at)
-        end = at + _FRAME.size + length
-        payload = data[at + _FRAME.size : end]
-        if len(payload) != length or xxhash.xxh3_64_intdigest(payload) != check or not length:
-            return
-        yield payload, end
-        at = end
 
 
 def _encoded(owed: bool, name: ObjectName) -> bytes:

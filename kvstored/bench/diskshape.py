@@ -10,43 +10,24 @@ from kvstored.bench import payloads
 from kvstored.bench.payloads import MIB
 from kvstored.bench.processes import BenchError
 from kvstored.bench.report import MIN_ROUNDS
+from kvstored.bench.shapes import Prefixed, half_of_what_is_free, too_little
 from kvstored.tiers.nvme import layout
 
-RAM_BYTES = 1 << 30
-"""The RAM tier's default cap, which the daemon gets where the sizes allow."""
-
 MOST_DISK_BYTES = 12 << 30
-_LEAST_IN_RAM, _MOST_IN_RAM = 2.5, 8.0  # prefixes
 _MEMORY_COPIES = 6  # RAM tier 2.5, source, destination, the ceiling's segment, and something over
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(Prefixed):
     """One object size: how many chunks make a prefix, how many prefixes the volumes hold, and the
     cap of each volume.
     """
 
-    object_bytes: int
-    chunks: int
     prefixes: int
     volume_cap_bytes: int
 
-    @property
-    def prefix_bytes(self) -> int:
-        """Of one prefix."""
-        return self.object_bytes * self.chunks
-
-    @property
-    def ram_cap_bytes(self) -> int:
-        """The default, but at least two and a half prefixes, and at most eight."""
-        least, most = (int(times * self.prefix_bytes) for times in (_LEAST_IN_RAM, _MOST_IN_RAM))
-        return max(least, min(RAM_BYTES, most))
-
-    @property
-    def warming(self) -> int:
-        """Puts until the RAM tier has taken all the memory it will have."""
-        return -(-self.ram_cap_bytes // self.prefix_bytes)
+    most_in_ram = 8.0
 
     @property
     def least_prefixes(self) -> int:
@@ -71,10 +52,7 @@ def shape_of(object_bytes: int, wanted_chunks: int, wanted_rounds: int, disk_byt
             if cap_bytes + 2 * chunks * object_bytes <= disk_bytes:
                 return Shape(object_bytes, chunks, prefixes, cap_bytes)
         chunks -= 1
-    raise BenchError(
-        f"{disk_bytes >> 20} MiB of disk are too little for objects of {object_bytes >> 20} MiB; "
-        "name a larger disk by --directory, or smaller objects by --object-mib"
-    )
+    raise too_little(disk_bytes, object_bytes)
 
 
 def cap_for(object_bytes: int, objects: int) -> int:
@@ -93,13 +71,10 @@ def _slots(cap_bytes: int, object_bytes: int) -> int:
 
 def disk_there_is(directory: Path) -> int:
     """What a benchmark may use of a directory's file system. Raises BenchError."""
-    try:
-        found = os.statvfs(directory)
-    except OSError as error:
-        raise BenchError(f"{directory}: {error.strerror}") from error
+    disk_bytes = half_of_what_is_free(directory, MOST_DISK_BYTES)
     if file_system(directory) in _IN_MEMORY:
         raise BenchError(f"{directory} is in memory; name one on a device by --directory")
-    return min(MOST_DISK_BYTES, found.f_bavail * found.f_frsize // 2)
+    return disk_bytes
 
 
 def default_directory(temporary: Path) -> Path:

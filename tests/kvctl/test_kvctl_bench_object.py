@@ -122,7 +122,7 @@ def test_shapes_fit_the_disk_and_the_memory(
 ) -> None:
     monkeypatch.setattr("kvstored.bench.payloads.memory_allowed", lambda: (64 << 30, "a test"))
     monkeypatch.setattr(bucketshape, "MOST_DISK_BYTES", 1 << 40)
-    monkeypatch.setattr("kvstored.bench.bucketshape.os.statvfs", lambda _: Disk(64 << 30))
+    monkeypatch.setattr("kvstored.bench.shapes.os.statvfs", lambda _: Disk(64 << 30))
     for size in (MIB, 4 * MIB):
         shape = bucketshape.shape_of(size, 64, 11, tmp_path)
         assert (shape.chunks, shape.rounds) == (64, 11)
@@ -131,11 +131,11 @@ def test_shapes_fit_the_disk_and_the_memory(
     assert less.chunks == 64
     assert 5 < less.rounds < 30
     assert less.disk_bytes <= 32 << 30
-    monkeypatch.setattr("kvstored.bench.bucketshape.os.statvfs", lambda _: Disk(2 << 30))
+    monkeypatch.setattr("kvstored.bench.shapes.os.statvfs", lambda _: Disk(2 << 30))
     few = bucketshape.shape_of(16 * MIB, 64, 11, tmp_path)
     assert few.rounds == 5
     assert few.chunks < 64
-    monkeypatch.setattr("kvstored.bench.bucketshape.os.statvfs", lambda _: Disk(64 << 20))
+    monkeypatch.setattr("kvstored.bench.shapes.os.statvfs", lambda _: Disk(64 << 20))
     with pytest.raises(BenchError, match="too little"):
         bucketshape.shape_of(16 * MIB, 64, 11, tmp_path)
 

@@ -23,10 +23,11 @@ from kvstored.store.index import NONE
 from kvstored.store.loader import Loaded, Loader
 from kvstored.store.metas import object_meta
 from kvstored.store.namespace import Namespace
+from kvstored.store.offered import Offered, hash_one, hashes, held_as
 from kvstored.store.residency import Residency
 from kvstored.tiers.base import ObjectMeta, TierKind
 from kvstored.tiers.object.api import ObjectName, Offer, Outcome, Pool
-from kvstored.tiers.object.policy import KEY_BYTES, SLOTS, All, Policy, hashed
+from kvstored.tiers.object.policy import KEY_BYTES, All, Policy
 from kvstored.tiers.ram.tier import RamTier
 
 log = logging.getLogger("kvstored.store")
@@ -41,8 +42,6 @@ SLICE_CHUNKS = 64
 MOST_WAITING = 65_536
 """Chunks that wait for their turn to be offered; beyond that they are refused."""
 
-_PART_STEP = 0xD1B54A32D192ED03  # odd
-
 _UP = frozenset({Outcome.OK, Outcome.EXISTED, Outcome.CONFLICT, Outcome.LENGTH})
 """Ends of an offer after which the bucket has an object of that name."""
 
@@ -55,7 +54,8 @@ class _Upload(Offer):
         self.ns = ns
         self.row = row
         self.generation = ns.index.generation[row]
-        self.slot = 0
+        self.number = 0  # its hash, and how it is held: what `Offered` knows it by
+        self.held = held_as(ns, row)
         self._offering = offering
         self._place = NONE
         self._copy: Copy | None = None
@@ -140,7 +140,7 @@ class Offering:
         self._policy = policy
         self._residency = residency
         self._released = released
-        self._offered = np.zeros(SLOTS, np.uint64)  # hashes of what is up, or on its way
+        self._offered = Offered()
         self._waiting: deque[tuple[Namespace, int, bytes]] = deque()  # space, key
         self._task: asyncio.Task[None] | None = None
 
@@ -159,10 +159,14 @@ class Offering:
             return
         space = _space(ns, run.family)
         due = self._policy.stored(space, keys[held], parents[held])
+        # What was due once, and is stored anew, the bucket may have lost as well as this node.
+        own = due.own
+        if not own.all():
+            own = own | self._outdated(ns, space, keys[held], chunks[held])
         rows: dict[int, None] = {}
         for chunk in chunks[held[due.above]].tolist():
             rows.update(dict.fromkeys(reversed(list(ns.index.ancestors(chunk)))))
-        rows.update(dict.fromkeys(chunks[held[due.own]].tolist()))
+        rows.update(dict.fromkeys(chunks[held[own]].tolist()))
         self._offer_chunks(ns, space, list(rows))
 
     def used(self, ns: Namespace, run: Run, states: bytes) -> None:
@@ -193,7 +197,8 @@ class Offering:
                 else:
                     uploads.append(upload)
             self._pool.disown(gone)
-            self._offer(uploads)
+            for upload in uploads[: self._offer(uploads)]:
+                self._offered.note_one(upload.number, upload.held)
             await asyncio.sleep(0)
 
     # -- offers --------------------------------------------------------------------------------
@@ -208,7 +213,11 @@ class Offering:
         if part is None or family.fingerprint != name.family:
             return None
         row = ns.index.find_object(chunk, part)
-        return _Upload(self, ns, row, object_meta(ns, row)) if row != NONE else None
+        if row == NONE:
+            return None
+        upload = _Upload(self, ns, row, object_meta(ns, row))
+        upload.number = hash_one(_space(ns, family), name.key, part)
+        return upload
 
     def _offer_chunks(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
         """Offer the objects of some chunks that are not up yet, as far as is known: the first at
@@ -257,16 +266,16 @@ class Offering:
             return
         keys = b"".join(index.key(index.object_chunk[row]) for row in rows)
         parts = np.array([index.object_part[row] for row in rows], np.uint64)
-        hashes = _hashes(space, keys, parts)
-        slots = hashes % np.uint64(SLOTS)
-        fresh = np.flatnonzero(self._offered[slots] != hashes)
+        numbers = hashes(space, keys, parts)
+        held = np.array([held_as(ns, row) for row in rows], np.uint64)
+        fresh = np.flatnonzero(~self._offered.known(numbers, held))
         uploads = []
         for at in fresh.tolist():
             upload = _Upload(self, ns, rows[at], object_meta(ns, rows[at]))
-            upload.slot = int(slots[at])
+            upload.number = int(numbers[at])
             uploads.append(upload)
         taken = self._offer(uploads)
-        self._offered[slots[fresh[:taken]]] = hashes[fresh[:taken]]
+        self._offered.note(numbers[fresh[:taken]], held[fresh[:taken]])
         if taken < len(fresh):
             refused = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[fresh[taken:]]
             self._policy.refused(space, np.unique(refused, axis=0))
@@ -278,13 +287,27 @@ class Offering:
         """The bucket has, or is about to have, these chunks no more: they may be offered again."""
         packed, space = b"".join(keys), _space(ns, family)
         for part in range(len(family.parts)):
-            hashes = _hashes(space, packed, np.array([part], np.uint64))
-            slots = hashes % np.uint64(SLOTS)
-            self._offered[slots[self._offered[slots] == hashes]] = 0
+            self._offered.drop(hashes(space, packed, np.array([part], np.uint64)))
 
     def forget(self) -> None:
         """Anything may be offered again."""
-        self._offered[:] = 0
+        self._offered.clear()
+
+    def came(self, ns: Namespace, family: Family, key: bytes, part: int, row: int) -> None:
+        """An object came from the bucket: it is not offered as long as it is held here."""
+        self._offered.note_one(hash_one(_space(ns, family), key, part), held_as(ns, row))
+
+    def _outdated(
+        self, ns: Namespace, space: int, keys: NDArray[np.uint8], chunks: NDArray[np.int32]
+    ) -> NDArray[np.bool_]:
+        """Which chunks were offered, or came from the bucket, before they were lost here. One
+        object of each tells.
+        """
+        index = ns.index
+        rows = [index.first_object[chunk] for chunk in chunks.tolist()]
+        parts = np.array([index.object_part[row] if row != NONE else 0 for row in rows], np.uint64)
+        held = np.array([held_as(ns, row) if row != NONE else 0 for row in rows], np.uint64)
+        return self._offered.outdated(hashes(space, keys.tobytes(), parts), held)
 
     def ended(self, upload: _Upload, outcome: Outcome) -> None:
         """An offer has come to its end."""
@@ -296,14 +319,8 @@ class Offering:
             fields = {"namespace": upload.ns.name, "key": name, "part": upload.meta.part}
             log.warning("the bucket has an object of another length", extra={"fields": fields})
         if outcome not in _UP:
-            self._offered[upload.slot] = 0
+            self._offered.drop_one(upload.number, upload.held)
 
 
 def _space(ns: Namespace, family: Family) -> int:
     return ns.families.number(family.fingerprint) << 16 | ns.number
-
-
-def _hashes(space: int, keys: bytes, parts: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One number per object: 32 bytes of `keys` each, and its part (or one for all)."""
-    chunks = hashed(space, np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES))
-    return chunks + parts * np.uint64(_PART_STEP)  # wraps around

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -50,6 +50,10 @@ _STATES = {
     Outcome.LENGTH: int(pb.MISS_DECLINED),
     Outcome.CANCELLED: int(pb.MISS_DECLINED),
 }
+
+
+Came = Callable[[Namespace, Family, bytes, int, int], None]
+"""Told of an object that has come: where it belongs, its key, part and row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,12 @@ class PoolLoads:
         room: Room,
         writer: Writer | None,
         promote_below_bytes: int,
+        came: Came,
     ) -> None:
         """`writer`: what comes goes to NVMe as well, as long as fewer than `promote_below_bytes`
-        wait for that; None: it does not.
+        wait for that; None: it does not. `came` is told of each object that is held now.
         """
+        self._came = came
         self._pool = pool
         self._ram = ram
         self._residency = residency
@@ -372,6 +378,7 @@ class PoolLoads:
             return False
         self._ram.publish(place, meta)
         self._residency.place_object(ns, row, TierKind.RAM, place)
+        self._came(ns, load.wanted.family, load.wanted.key, load.wanted.part, row)
         self._promote(ns, chunk, row, meta, place)
         self._end(load, place, 0)
         return True

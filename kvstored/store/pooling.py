@@ -64,10 +64,11 @@ class Pooling:
         """`released()` is called whenever leases ended, for those who wait for room."""
         self.pool = pool
         self.cap_bytes = settings.cap_bytes
-        self.loads = PoolLoads(pool, ram, residency, room, writer, settings.promote_below_bytes)
         self.offering = Offering(
             pool, make_policy(settings.write_back), ram, loader, residency, released
         )
+        promote_below_bytes, came = settings.promote_below_bytes, self.offering.came
+        self.loads = PoolLoads(pool, ram, residency, room, writer, promote_below_bytes, came)
 
     async def open(self, namespaces: dict[str, Namespace]) -> None:
         """Begin, once the local tiers have said what they hold."""

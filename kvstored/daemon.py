@@ -319,15 +319,15 @@ async def _end(task: asyncio.Task[T]) -> None:
 def serve(loaded: Loaded, files: Files | None = None) -> NoReturn:
     """Run a daemon until it is told to stop; then ends the process.
 
-    `block_signals` must have been called before any thread was started. `files`: how the tiers
-    reach their files; None: as usual.
+    `block_signals` must have been called before any thread was started. `files`: how files
+    are reached; None: as usual.
     Raises KvstoredError where the daemon cannot start for a reason that an operator can mend. The
     caller must then end the process by `leave` too.
     """
     settings = loaded.settings
     process.prepare()
     scheduling.favour_this_thread()  # before any other is started
-    data = DataDirectory.claim(settings.daemon.data_dir)
+    data = DataDirectory.claim(settings.daemon.data_dir, files)
     log_stream = logs.configure(settings.log.level, settings.log.format)
     for warning in loaded.warnings:
         log.warning(warning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,10 @@ import pytest
 
 from kvstored.datadir import DataDirectory
 from kvstored.errors import DataDirectoryError
+from kvstored.io.base import RealFiles
+from kvstored.io.crash import CrashFiles
+from kvstored.io.crash_image import Everything, Nothing, Torn
+from kvstored.io.faults import Fault, FaultyFiles
 
 HOLD = """
 import sys
@@ -78,3 +83,60 @@ def test_a_directory_that_cannot_be_made_says_so(tmp_path: Path) -> None:
         DataDirectoryError, match=r"file/data cannot be used: Not a directory .*set "
     ):
         DataDirectory.claim(tmp_path / "file/data")
+
+
+def test_a_power_loss_takes_neither_directory_nor_secret(tmp_path: Path) -> None:
+    """At no moment is there a part of it, and what was given out as the secret stays it."""
+    root = tmp_path / "root"
+    root.mkdir()
+    files = CrashFiles(RealFiles(), root)
+    data = DataDirectory.claim(root / "a/data", files)
+    files.mark("claimed")
+    secret = data.deployment_secret()
+    files.mark("secret")
+    data.release()
+    for at in [*files.sync_points, files.now]:
+        for survival in (Nothing(), Everything(), Torn(at)):
+            target = tmp_path / f"{at}-{type(survival).__name__}"
+            files.restore(target, at, survival)
+            said = files.marks(at)
+            assert (target / "a/data").is_dir() or "claimed" not in said
+            again = DataDirectory.claim(target / "a/data")
+            assert again.deployment_secret() == secret or "secret" not in said
+            again.release()
+
+
+def test_a_secret_whose_name_was_not_synced_yet_is_made_durable(tmp_path: Path) -> None:
+    """Its maker died in between."""
+    (tmp_path / "root").mkdir()
+    files = CrashFiles(RealFiles(), tmp_path / "root")
+    maker = DataDirectory.claim(tmp_path / "root", files)
+    fd = files.open(tmp_path / "root/deployment_secret", os.O_RDWR | os.O_CREAT)
+    files.pwritev(fd, [b"ab" * 32 + b"\n"], 0)
+    files.fdatasync(fd)
+    files.close(fd)
+    maker.release()
+    data = DataDirectory.claim(tmp_path / "root", files)
+    secret = data.deployment_secret()
+    data.release()
+    files.restore(tmp_path / "now", files.now, Nothing())
+    again = DataDirectory.claim(tmp_path / "now")
+    assert again.deployment_secret() == secret == b"ab" * 32
+    again.release()
+
+
+@pytest.mark.parametrize("operation", ["mkdir", "open", "pwritev", "fdatasync", "sync_directory"])
+def test_a_disk_that_fails_is_told_with_what_to_do(tmp_path: Path, operation: str) -> None:
+    files = FaultyFiles(RealFiles())
+    fault = files.inject(Fault(operation, error=errno.EIO, skip=int(operation == "pwritev")))
+    with pytest.raises(DataDirectoryError, match=r"cannot be used: .*nput/output error"):
+        DataDirectory.claim(tmp_path / "data", files).deployment_secret()
+    assert fault.hits
+
+
+def test_those_above_the_directory_are_made_as_wide_as_is_usual(tmp_path: Path) -> None:
+    (tmp_path / "usual").mkdir()
+    DataDirectory.claim(tmp_path / "a/b/data").release()
+    usual = (tmp_path / "usual").stat().st_mode
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "a/b").stat().st_mode == usual
+    assert usual != (tmp_path / "a/b/data").stat().st_mode

@@ -18,7 +18,7 @@ from tiers.object_servers import REGION, S3Server
 
 from kvstored.errors import ConfigError
 from kvstored.tiers.object.api import Outcome
-from kvstored.tiers.object.backend import Bucket, Entry
+from kvstored.tiers.object.backend import Bucket, Entry, Got
 from kvstored.tiers.object.obstore_bucket import ObstoreBucket
 from kvstored.tiers.object.settings import ObjectSettings
 
@@ -80,6 +80,12 @@ async def test_a_range_ends_where_the_object_ends(bucket: Bucket) -> None:
     assert bytes(into) == b"6789\0\0\0\0"
     assert (await bucket.get_range("v1/a/b", 60, into, soon())).outcome is not Outcome.OK
     assert (await bucket.get_range("v1/a/c", 0, into, soon())).outcome is Outcome.ABSENT
+
+
+async def test_an_object_without_a_byte_is_read_to_its_end(bucket: Bucket) -> None:
+    await bucket.put_if_absent("v1/a/empty", [b""], soon())
+    got = await bucket.get_range("v1/a/empty", 0, memoryview(bytearray(8)), soon())
+    assert got == Got(Outcome.OK, 0, 0)
 
 
 async def test_listing_and_deleting(bucket: Bucket) -> None:

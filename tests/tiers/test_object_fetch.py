@@ -194,6 +194,15 @@ async def test_a_stored_object_of_a_wrong_length_is_corrupt(
     assert wanted.outcomes() == [Outcome.CORRUPT]
 
 
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_stored_object_without_a_byte_is_corrupt(s3_bucket: Trying, known: bool) -> None:
+    sample = make_sample(8192, 1)
+    await s3_bucket.put_if_absent(path_of(name_of(sample)), [b""], soon())
+    wanted = Wanted([sample], known=known)
+    await fetcher(s3_bucket).fetch(wanted.items, soon(), wanted.arrived)
+    assert wanted.outcomes() == [Outcome.CORRUPT]
+
+
 async def test_another_object_under_the_name_is_not_taken_for_it(bucket: Trying) -> None:
     right, other = make_sample(4096, 1), make_sample(4096, 2)
     pieces = [encode(other.meta, 1), other.data]

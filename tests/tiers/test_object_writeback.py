@@ -133,7 +133,7 @@ async def test_many_nodes_of_one_object_and_differing_bytes(bench: Bench) -> Non
     assert (await bench.read(path(first)))[stored.HEADER_BYTES :] == winner.data
 
 
-@pytest.mark.parametrize("what", ["damaged", "cut", "empty", "misplaced", "expired"])
+@pytest.mark.parametrize("what", ["damaged", "cut", "tiny", "empty", "misplaced", "expired"])
 async def test_what_is_rotten_is_replaced(bench: Bench, what: str) -> None:
     back = make(bench)
     await back.open()
@@ -143,8 +143,8 @@ async def test_what_is_rotten_is_replaced(bench: Bench, what: str) -> None:
         block = block[:100] + bytes([block[100] ^ 1]) + block[101:]
     elif what == "cut":
         body = body[:-1]
-    elif what == "empty":
-        block, body = b"x", b""
+    elif what in ("tiny", "empty"):
+        block, body = b"x" if what == "tiny" else b"", b""
     elif what == "misplaced":
         block = stored.encode(replace(meta, key=bytes(32)), 1)
     else:

@@ -133,7 +133,18 @@ class ObstoreBucket(Bucket):
                 return self._got(Outcome.SHORT, "the body ended early", received, total)
             return Got(Outcome.OK, received, total)
 
-        return await self._run(work, lambda outcome: Got(outcome, received, total), deadline)
+        got = await self._run(work, lambda outcome: Got(outcome, received, total), deadline)
+        refused = Outcome.SHORT if self._streams else Outcome.SERVER
+        if got.outcome is refused and not start_bytes and await self._empty(path, deadline):
+            return Got(Outcome.OK)
+        return got
+
+    async def _empty(self, path: str, deadline: float) -> bool:
+        """Whether a stored object has no bytes at all: of such a one no range can be had, and
+        servers, directories too, answer as if the request were wrong.
+        """
+        head = await self.head(path, deadline)
+        return head.outcome is Outcome.OK and not head.length_bytes
 
     async def _body(
         self, result: obstore.GetResult, length_bytes: int

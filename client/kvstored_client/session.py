@@ -173,8 +173,10 @@ class SessionKeeper:
         if before == trouble:
             return result
         if isinstance(result, Failure):
-            # A single call that was late says nothing of the next ones.
-            lasts = "" if kind is FailureKind.DEADLINE else "; calls are misses until this ends"
+            # A call that was late, or refused for what it asked (a delete that the bucket did not
+            # confirm), says nothing of the next ones.
+            alone = kind in (FailureKind.DEADLINE, FailureKind.REFUSED)
+            lasts = "" if alone else "; calls are misses until this ends"
             _log.log(
                 self._level(),
                 "%s, namespace %r: %s: %s%s",

@@ -24,6 +24,10 @@ def test_trouble_that_comes_and_goes_is_one_warning(caplog: pytest.LogCaptureFix
         keeper.noted(None)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "misses" not in caplog.text
+    refused = SessionKeeper("unix:///nowhere", "default", None)
+    refused.noted(Failure(FailureKind.REFUSED, "deleted here, but the bucket has not confirmed it"))
+    assert "the bucket has not confirmed it" in caplog.text
+    assert "misses" not in caplog.text
     other = SessionKeeper("unix:///nowhere", "default", None)
     other.noted(Failure(FailureKind.UNREACHABLE, "gone"))
     assert "calls are misses until this ends" in caplog.text

@@ -77,6 +77,10 @@ class Files(ABC):
         """What the kernel says of a path."""
 
     @abstractmethod
+    def fstat(self, fd: int) -> os.stat_result:
+        """What the kernel says of an open file, whether or not it has a name."""
+
+    @abstractmethod
     def statvfs(self, path: Path) -> os.statvfs_result:
         """What the kernel says of the file system that a path is on."""
 
@@ -155,6 +159,10 @@ class RealFiles(Files):
     def stat(self, path: Path) -> os.stat_result:
         """See Files."""
         return os.stat(path)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """See Files."""
+        return os.fstat(fd)
 
     def statvfs(self, path: Path) -> os.statvfs_result:
         """See Files."""

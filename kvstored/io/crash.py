@@ -319,6 +319,10 @@ class CrashFiles(Files):
         """See Files."""
         return self.inner.stat(path)
 
+    def fstat(self, fd: int) -> os.stat_result:
+        """See Files."""
+        return self.inner.fstat(fd)
+
     def statvfs(self, path: Path) -> os.statvfs_result:
         """See Files."""
         return self.inner.statvfs(path)

@@ -204,6 +204,11 @@ class FaultyFiles(Files):
         self._begin("stat", path)
         return self.inner.stat(path)
 
+    def fstat(self, fd: int) -> os.stat_result:
+        """See Files."""
+        self._begin("fstat", fd)
+        return self.inner.fstat(fd)
+
     def statvfs(self, path: Path) -> os.statvfs_result:
         """See Files."""
         self._begin("statvfs", path)

@@ -118,11 +118,12 @@ async def test_a_directory_that_does_not_answer_is_no_removal(tmp_path: Path) ->
 
 async def test_transfers_that_come_to_an_end_count_as_failures(tmp_path: Path) -> None:
     """A read behind the end of a file brings nothing, and the kernel calls that a success."""
-    world = World(tmp_path, 2, replace(PATIENCE, check_every_s=3600))
+    world = World(tmp_path, 2, replace(PATIENCE, check_every_s=3600, probe_first_s=3600))
     await world.start()
     try:
         await world.put_new(1, 12)
         there = world.on(1)
+        await until(lambda: world.tier._members[1]._check_at > 0)  # the only check is over
         os.truncate(tmp_path / "v1/data", 4096)
         await world.read(there)
         await until(lambda: world.losses == 1)

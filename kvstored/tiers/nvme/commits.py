@@ -7,6 +7,8 @@ entered in memory last. See docs/nvme-format.md for why a slot is opened before 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,6 +40,8 @@ class _Batch:
         self.opened: dict[int, bytes] = {}
         self.tried = False
         self.error: Exception | None = None
+        self.vanished = False
+        """Files of the volume are gone: neither sync nor commit means anything."""
 
 
 class Commits:
@@ -162,10 +166,16 @@ class Commits:
             env.commit(entries, plan.removed, plan.opened)
         except IO_ERRORS as error:
             plan.error = error
+        if gone := self._parts.vanished():
+            plan.error, plan.vanished = OSError(errno.ENODEV, gone), True
+            with contextlib.suppress(*IO_ERRORS):  # this file may still be there, or be put back
+                env.commit(removed=[entry.place for entry in entries])
 
     def _conclude(self, env: Environment, plan: _Batch) -> None:
         """Take over what a commit has made true, and tell those who wait."""
         self._parts.note(f"{env.path.name} commit", plan.error)
+        if plan.vanished:
+            self._parts.on_vanished()
         held = plan.error is None
         if held:
             self._settle(plan)
@@ -173,8 +183,8 @@ class Commits:
             change.done.set_result(held and change not in plan.doubtful)
         for change in plan.remove:
             # A void header that is synced, or a commit: either one keeps the object from coming
-            # back, since an abandoned region is not scanned.
-            synced = change.voided and change not in plan.doubtful
+            # back, since an abandoned region is not scanned. Files that are gone hold neither.
+            synced = change.voided and change not in plan.doubtful and not plan.vanished
             self._finish_removal(change, held, synced)
 
     def _removals(self, remove: Sequence[Change], small: bool) -> list[int]:

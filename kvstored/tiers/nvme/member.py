@@ -311,6 +311,10 @@ class Member:
             )
         self.reads.look(now, reads)
         self.changes.look(now, changes)
+        if self.tier is not None and self.tier.vanished:
+            for breaker in (self.reads, self.changes):
+                if not breaker.gone:
+                    breaker.vanished(now, self.tier.vanished)
         if self.reads.stuck or self.changes.stuck:
             self._give_up()
         if not self.reads.closed and self.tier is not None:
@@ -351,16 +355,12 @@ class Member:
             return
         self._checking = True
         try:
-            fault = await self.threaded(tier.fault)
+            await self.threaded(tier.check)  # what it finds, `look` sees
         except OSError:
             return
         finally:
             self._checking = False
             self._check_at = time.monotonic() + self._patience.check_every_s
-        if fault and self.tier is tier:
-            now = time.monotonic()
-            for breaker in (self.reads, self.changes):
-                breaker.vanished(now, fault)
 
     async def _asked(self, question: Callable[..., None], *arguments: object) -> str:
         """What the device had to say against it; nothing if it answered."""

@@ -40,6 +40,8 @@ class Parts:
     io: Executor
     syncs: Executor
     note: Callable[[str, Exception | None], None]  # what went wrong at a stage, or that it works
+    vanished: Callable[[], str]  # asked in a thread: what of the files is gone, "" if nothing
+    on_vanished: Callable[[], None]  # told on the loop that something is
 
     async def threaded(self, call: Callable[[], R]) -> R:
         """Run a transfer in a thread."""

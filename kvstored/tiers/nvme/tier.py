@@ -296,7 +296,14 @@ class NvmeTier(Tier):
             await self._volumes.recorded(member)
             return
         call = member.begin(partial(_delete, places=places, strict=not life), _ignore)
-        answer = None if call is None else await call.answer()
+        tier = member.tier
+        try:
+            answer = None if call is None else await call.answer()
+        except DeleteNotDurable:
+            if not tier.vanished:
+                raise
+            answer = True
+            await self._volumes.recorded(member)  # begun when its files were seen to be gone
         member.full = False
         if answer is None and member.life == life:
             if not member.stalled:

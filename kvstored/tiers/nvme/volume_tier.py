@@ -109,6 +109,12 @@ class VolumeTier(Tier):
         self._opened = False
         self._died = ""
         self._measuring = False
+        self.vanished = ""
+        """What of the volume's files is not what was opened, once that was seen, in words: the
+        volume takes nothing more. "" while all is well.
+        """
+        self.on_vanished: Callable[[], None] | None = None
+        """Called on the loop, once, when a commit has found that out."""
         self.errors: Counter[str] = Counter()
         """Failures of the device since the start, by stage."""
 
@@ -264,6 +270,8 @@ class VolumeTier(Tier):
             self._io,
             self._syncs,
             self._note,
+            self._see_vanished,
+            self._tell_vanished,
         )
         self._changes = Changes(parts, self._volume.plan, found.sequence, found.table_sequence)
         self._reads = Reads(self._volume.data, self._small, self._note, self._read_threads)
@@ -288,11 +296,24 @@ class VolumeTier(Tier):
             volume.close()
             raise
 
-    def fault(self) -> str:
-        """What of the volume's files is not what was opened, in words; "" if all is. Blocks. Raises
-        OSError where that cannot be told.
+    def check(self) -> None:
+        """See whether the volume's files are what was opened (`vanished`). Blocks. Raises OSError
+        where that cannot be told.
         """
-        return intact.fault(self._files, self._volume.directory, self._inventory)
+        fault = intact.fault(self._files, self._volume.directory, self._inventory)
+        self.vanished = self.vanished or fault
+
+    def _see_vanished(self) -> str:
+        """`check`, after a commit and in its thread; gives what it found."""
+        directory, fd = self._volume.directory, self._volume.data.fd
+        gone = intact.vanished(self._files, directory, self._inventory, fd)
+        self.vanished = self.vanished or gone
+        return self.vanished
+
+    def _tell_vanished(self) -> None:
+        tell, self.on_vanished = self.on_vanished, None
+        if tell is not None:
+            tell()
 
     async def close(self) -> None:
         """See Tier."""
@@ -342,7 +363,7 @@ class VolumeTier(Tier):
     async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
         """See Tier."""
         places: list[int] = []
-        if self._down:
+        if self._down or self.vanished:
             return [NoRoom.DOWN] * len(lengths_bytes)
         try:
             async with self._reserving:

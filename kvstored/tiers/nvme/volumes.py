@@ -171,6 +171,7 @@ class Volumes:
         found = await member.open(expected is not None)
         assert member.tier is not None
         tier = member.tier
+        tier.on_vanished = partial(self.look, member)
         try:
             uuid = await self._arrivals.recognise(member, tier)
             if len(self._members) > 1:
@@ -224,11 +225,12 @@ class Volumes:
                 self._ready.set()
             for member in self._members:
                 try:
-                    self._look(member)
+                    self.look(member)
                 except Exception:
                     _log.exception("looking at volume %s", member.spec.name)
 
-    def _look(self, member: Member) -> None:
+    def look(self, member: Member) -> None:
+        """See whether a volume is still in the state that it deserves."""
         tier = member.tier
         if tier is None or member.state not in (VolumeState.OK, VolumeState.SUSPECT):
             return

@@ -186,6 +186,11 @@ class WatchedFiles(Files):
         with self._call("stat", "change"):
             return self.inner.stat(path)
 
+    def fstat(self, fd: int) -> os.stat_result:
+        """See Files."""
+        with self._call("fstat", "change"):
+            return self.inner.fstat(fd)
+
     def statvfs(self, path: Path) -> os.statvfs_result:
         """See Files."""
         with self._call("statvfs", "change"):

@@ -54,6 +54,7 @@ class _Upload(Offer):
         self.ns = ns
         self.row = row
         self.generation = ns.index.generation[row]
+        self.space = 0
         self.number = 0  # its hash, and how it is held: what `Offered` knows it by
         self.held = held_as(ns, row)
         self._offering = offering
@@ -171,7 +172,7 @@ class Offering:
 
     def used(self, ns: Namespace, run: Run, states: bytes) -> None:
         """A run was read; `states`: one ChunkState per key. Hits of the bucket are none of ours."""
-        if isinstance(self._policy, All):
+        if not self._policy.heeds_uses:
             return
         tiers = np.frombuffer(states, np.uint8)
         hit = np.flatnonzero((tiers == TierKind.RAM) | (tiers == TierKind.NVME))
@@ -216,7 +217,8 @@ class Offering:
         if row == NONE:
             return None
         upload = _Upload(self, ns, row, object_meta(ns, row))
-        upload.number = hash_one(_space(ns, family), name.key, part)
+        upload.space = _space(ns, family)
+        upload.number = hash_one(upload.space, name.key, part)
         return upload
 
     def _offer_chunks(self, ns: Namespace, space: int, chunks: Sequence[int]) -> None:
@@ -272,7 +274,7 @@ class Offering:
         uploads = []
         for at in fresh.tolist():
             upload = _Upload(self, ns, rows[at], object_meta(ns, rows[at]))
-            upload.number = int(numbers[at])
+            upload.space, upload.number = space, int(numbers[at])
             uploads.append(upload)
         taken = self._offer(uploads)
         self._offered.note(numbers[fresh[:taken]], held[fresh[:taken]])
@@ -320,6 +322,14 @@ class Offering:
             log.warning("the bucket has an object of another length", extra={"fields": fields})
         if outcome not in _UP:
             self._offered.drop_one(upload.number, upload.held)
+            self._not_up(upload, outcome)
+
+    def _not_up(self, upload: _Upload, outcome: Outcome) -> None:
+        """What was given up, or was gone when its turn came, is due again at its next occasion."""
+        if outcome is Outcome.CANCELLED and (upload.alive or isinstance(self._policy, All)):
+            return  # it was called off; or it has to be stored again, and is due by that
+        key = np.frombuffer(upload.meta.key, np.uint8).reshape(1, KEY_BYTES)
+        self._policy.refused(upload.space, key)
 
 
 def _space(ns: Namespace, family: Family) -> int:

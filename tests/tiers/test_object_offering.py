@@ -11,7 +11,7 @@ from store.support_store import MIB, Client, client, payload, tokens
 
 from kvstored.store.api import Run
 from kvstored.store.offered import hash_one, hashes
-from kvstored.tiers.object.api import ObjectName
+from kvstored.tiers.object.api import ObjectName, Offer, Outcome
 from kvstored_client.proto import kvstore_pb2 as pb
 
 SIZE = 64 * 1024 + 4096
@@ -105,6 +105,61 @@ async def test_what_the_last_life_owed_goes_up_once(tmp_path: Path) -> None:
         await c.put(c.run(tokens(CHUNKS)), bytes_of(CHUNKS))
         await second.drained()
         assert second.offered == CHUNKS
+
+
+async def test_of_all_what_was_refused_goes_up_when_it_is_used() -> None:
+    pool = MemoryPool(Shelf())
+    pool.most_offers = 1
+    async with node(pool) as store:
+        c = await client(store)
+        run = c.run(tokens(CHUNKS))
+        await c.put(run, bytes_of(CHUNKS))
+        await pool.drained()
+        assert len(pool.shelf.objects) == 1
+        pool.most_offers = 10
+        await c.get(run)
+        await pool.drained()
+        assert set(names(run)) <= set(pool.shelf.objects)
+
+
+@pytest.mark.parametrize("write_back", ["all", "second_hit"])
+async def test_what_was_given_up_is_due_at_its_next_use(
+    write_back: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = MemoryPool(Shelf())
+    async with node(pool, write_back=write_back) as store:
+        c = await client(store)
+        run = c.run(tokens(CHUNKS))
+        with monkeypatch.context() as away:
+            away.setattr(pool, "_upload", give_up)
+            await c.put(run, bytes_of(CHUNKS))
+            await c.get(run)
+            await pool.drained()
+        assert pool.offered >= CHUNKS
+        await c.get(run)
+        await pool.drained()
+        assert set(names(run)) == set(pool.shelf.objects)
+
+
+async def give_up(offer: Offer) -> None:
+    offer.done(Outcome.SERVER)
+
+
+async def test_of_second_hits_what_was_gone_is_due_when_it_is_seen_again() -> None:
+    pool = MemoryPool(Shelf())
+    pool.lift.clear()
+    async with node(pool, ram_bytes=8 * MIB, write_back="second_hit") as store:
+        c = await client(store)
+        run = c.run(tokens(CHUNKS))
+        await c.put(run, bytes_of(CHUNKS))
+        await c.get(run)
+        await crowd_out(c, MemoryPool(Shelf()), run)
+        pool.lift.set()
+        await pool.drained()
+        assert not pool.shelf.objects
+        await c.put(run, bytes_of(CHUNKS))
+        await pool.drained()
+        assert set(names(run)) == set(pool.shelf.objects)
 
 
 def test_one_hash_is_that_of_many() -> None:

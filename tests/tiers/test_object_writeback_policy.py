@@ -52,6 +52,18 @@ def test_spaces_do_not_see_each_other() -> None:
     assert not policy.used(1, keys).any()
 
 
+def test_all_heeds_uses_as_long_as_something_was_refused() -> None:
+    policy, (keys, _) = All(), chain(1, 8)
+    assert not policy.heeds_uses
+    policy.refused(0, keys[5:])
+    policy.refused(0, keys[5:])
+    assert policy.heeds_uses
+    assert not policy.used(1, keys).any()
+    assert policy.used(0, keys).tolist() == [False] * 5 + [True] * 3
+    assert not policy.heeds_uses
+    assert not policy.used(0, keys).any()
+
+
 def test_what_was_refused_is_due_at_the_next_use() -> None:
     policy, (keys, parents) = SecondHit(), chain(1, 8)
     policy.stored(0, keys, parents)

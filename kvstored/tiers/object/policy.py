@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
     Keys = NDArray[np.uint8]
@@ -62,20 +64,52 @@ class Policy(ABC):
         """Chunks were hit; which of them go up now."""
         return np.zeros(len(keys), np.bool_)
 
+    @property
+    def heeds_uses(self) -> bool:
+        """Whether `used` may find anything due; hits are many, and each look costs."""
+        return False
+
     @abstractmethod
     def refused(self, space: int, keys: Keys) -> None:
         """The pool did not take these, which were due: they are due again at the next occasion."""
 
 
 class All(Policy):
-    """Everything, at once."""
+    """Everything, at once; what was refused then, when it is used."""
+
+    def __init__(self, slots: int = SLOTS) -> None:
+        self._slots = slots
+        self._refused: Hashes | None = None
+        self._left = 0  # slots in use
 
     def stored(self, space: int, keys: Keys, parents: Keys) -> Due:
         """As in Policy."""
         return Due(np.ones(len(keys), np.bool_), np.zeros(len(keys), np.bool_))
 
+    def used(self, space: int, keys: Keys) -> Mask:
+        """As in Policy."""
+        if self._refused is None:
+            return np.zeros(len(keys), np.bool_)
+        hashes = hashed(space, keys)
+        at = hashes % np.uint64(self._slots)
+        due: Mask = self._refused[at] == hashes
+        self._refused[at[due]] = 0
+        self._left -= len(np.unique(at[due]))
+        return due
+
+    @property
+    def heeds_uses(self) -> bool:
+        """As in Policy."""
+        return self._left > 0
+
     def refused(self, space: int, keys: Keys) -> None:
-        """As in Policy: they are due only when they are stored again."""
+        """As in Policy."""
+        if self._refused is None:
+            self._refused = np.zeros(self._slots, np.uint64)
+        hashes = hashed(space, keys)
+        at = hashes % np.uint64(self._slots)
+        self._left += int(np.count_nonzero(self._refused[np.unique(at)] == 0))
+        self._refused[at] = hashes
 
 
 class SecondHit(Policy):
@@ -97,6 +131,11 @@ class SecondHit(Policy):
         due: Mask = same & ((known & _FEW) == _SEEN)
         self._slots[at] = hashes | np.where(same, _DUE, _SEEN)
         return due
+
+    @property
+    def heeds_uses(self) -> bool:
+        """As in Policy."""
+        return True
 
     def refused(self, space: int, keys: Keys) -> None:
         """As in Policy."""
@@ -147,11 +186,14 @@ def hash_of(space: int, key: bytes) -> int:
     return (mixed & ~3) | 4
 
 
-POLICIES: Final = {"all": All, "shared": Shared, "second_hit": SecondHit}
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {
+    "all": All,
+    "shared": Shared,
+    "second_hit": SecondHit,
+}
 """By their names in the configuration (`object.write_back`)."""
 
 
 def make_policy(name: str) -> Policy:
     """The policy of that name. Raises KeyError; the configuration has been checked by then."""
-    policy: Policy = POLICIES[name]()
-    return policy
+    return POLICIES[name]()

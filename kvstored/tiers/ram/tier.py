@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
@@ -15,8 +14,6 @@ from numpy.typing import NDArray
 
 from kvstored.errors import DataDirectoryError
 from kvstored.tiers.base import (
-    MAX_OBJECT_BYTES,
-    PIECE_BYTES,
     Arrived,
     NoRoom,
     ObjectMeta,
@@ -30,16 +27,17 @@ from kvstored.tiers.base import (
     WriteOutcome,
     padded_bytes,
 )
+from kvstored.tiers.ram.copying import CopyJob, copy_in, copy_out
 from kvstored.tiers.ram.growth import Growth
 from kvstored.tiers.ram.places import Location, Locations, Places
 from kvstored.tiers.ram.probe import probe
+from kvstored.tiers.ram.reserving import Reserving
 from kvstored.tiers.ram.retirement import Retirement
-from kvstored.tiers.ram.slabs import PIECE_CHECKSUM_BYTES, Slabs, Space
+from kvstored.tiers.ram.running import Running
+from kvstored.tiers.ram.slabs import Slabs, Space
 
 _THREADS = 4
 _FLOORS = 8  # the floors of all namespaces together are this part of the cap
-_FEW = 5  # places of one length that are quicker taken one by one than in numpy's steps
-_ZEROS = bytes(4096)
 
 _T = TypeVar("_T")
 
@@ -87,9 +85,9 @@ class RamTier(Tier):
         self._retirement = Retirement(
             self._slabs, self._pool, self._ask_clients, self._tell_of_room, self._ask_stuck
         )
-        self._growth = self._new_growth(hugepages=False)
+        self._running = Running()
+        self._growth, self._reserving = self._growing(hugepages=False)
         self._mode = "closed"
-        self._running: set[asyncio.Task[object]] = set()
 
     @property
     def persistent(self) -> bool:
@@ -142,6 +140,10 @@ class RamTier(Tier):
             space.objects,
         )
 
+    def most_bytes(self, namespace: str) -> int:
+        """Most bytes that the namespace can ever have here: its cap, less the floors of others."""
+        return self._slabs.most_of(namespace)
+
     def charge_bytes(self, length_bytes: int) -> int:
         """The padded length."""
         return padded_bytes(length_bytes)
@@ -159,14 +161,13 @@ class RamTier(Tier):
                 f"the RAM tier cannot make sealed shared memory: {error}",
                 "it needs memfd with F_SEAL_FUTURE_WRITE: Linux 5.1 or later, not filtered away",
             ) from error
-        self._growth = self._new_growth(huge)
+        self._growth, self._reserving = self._growing(huge)
         self._mode = "memfd_huge" if huge else "memfd"
         return Recovered()
 
     async def close(self) -> None:
         """Finish what runs and give all memory back, without waiting for clients that map it."""
-        while self._running:
-            await asyncio.wait(self._running)
+        await self._running.settle()
         await self._growth.close()
         self._mode = "closed"
         self._pool.shutdown(wait=False)
@@ -176,25 +177,7 @@ class RamTier(Tier):
         call keeps nothing. Raises ValueError for a length outside 1 to MAX_OBJECT_BYTES that the
         cap would hold.
         """
-        places: list[int] = []
-        missing = len(lengths_bytes)
-        try:
-            while missing:
-                rest = lengths_bytes[-missing:]
-                places += self._take(namespace, rest)
-                missing = len(lengths_bytes) - len(places)
-                if not missing:
-                    break
-                grown = await self._grow(namespace, lengths_bytes[-missing:])
-                if isinstance(grown, NoRoom):
-                    return [*places, *[grown] * missing]
-                self._clear_padding(grown)
-                places.append(grown)
-                missing -= 1
-        except BaseException:
-            self.cancel(places)
-            raise
-        return list(places)
+        return await self._reserving.reserve(namespace, lengths_bytes)
 
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
@@ -231,7 +214,7 @@ class RamTier(Tier):
 
     async def write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
         """See Tier: copies each payload into its place and publishes it."""
-        return await self._finish(self._write(items))
+        return await self._running.finish(self._write(items))
 
     async def read(
         self, items: Sequence[ObjectRead], arrived: Arrived | None = None
@@ -263,11 +246,11 @@ class RamTier(Tier):
         def work() -> None:
             while jobs:
                 i, job = jobs.popitem()
-                outcome = _copy_out(job, stop)
+                outcome = copy_out(job, stop)
                 del job  # no view of the extent is left when its lease ends
                 loop.call_soon_threadsafe(settle, i, outcome)
 
-        await self._finish(self._in_pool(work), stop)
+        await self._running.finish(self._in_pool(work), stop)
         return outcomes
 
     async def delete(self, places: Sequence[int]) -> None:
@@ -347,39 +330,9 @@ class RamTier(Tier):
         """
         return self._places.checksums(place)
 
-    def _take(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int]:
-        """Places in free slots for the first lengths, up to one for which there is none."""
-        places: list[int] = []
-        for length_bytes, run in groupby(lengths_bytes):
-            count = sum(1 for _ in run)
-            if count < _FEW:
-                if not self._take_few(namespace, length_bytes, count, places):
-                    break
-                continue
-            reserved = self._places.reserve_many(namespace, length_bytes, count)
-            places += reserved.places
-            padding = _ZEROS[: -length_bytes % len(_ZEROS)]
-            for segment_id, offsets in reserved.extents if padding else ():
-                memory = self._growth.memory[segment_id].memory
-                for offset in offsets:
-                    end = offset + length_bytes
-                    memory[end : end + len(padding)] = padding
-            if len(reserved.places) < count:
-                break
-        return places
-
-    def _take_few(self, namespace: str, length_bytes: int, count: int, places: list[int]) -> bool:
-        """The same one by one, for short runs. True: all were had."""
-        for _ in range(count):
-            place = self._places.reserve(namespace, length_bytes)
-            if place is None:
-                return False
-            self._clear_padding(place)
-            places.append(place)
-        return True
-
-    def _new_growth(self, hugepages: bool) -> Growth:
-        return Growth(self._slabs, self._places, self._pool, self._retirement, hugepages)
+    def _growing(self, hugepages: bool) -> tuple[Growth, Reserving]:
+        growth = Growth(self._slabs, self._places, self._pool, self._retirement, hugepages)
+        return growth, Reserving(self._slabs, self._places, growth, self._running)
 
     def _ask_clients(self, segment_id: int) -> asyncio.Future[None] | None:
         return self.retiring(segment_id) if self.retiring is not None else None
@@ -387,44 +340,13 @@ class RamTier(Tier):
     def _ask_stuck(self) -> frozenset[int]:
         return self.stuck() if self.stuck is not None else frozenset()
 
-    def most_bytes(self, namespace: str) -> int:
-        """Most bytes that the namespace can ever have here: its cap, less the floors of others."""
-        return self._slabs.most_of(namespace)
-
     def _tell_of_room(self) -> None:
         if self.on_freed is not None:
             self.on_freed()
 
-    async def _grow(self, namespace: str, lengths_bytes: Sequence[int]) -> int | NoRoom:
-        """A place for the first of these lengths; the others of its size say how much to make."""
-        first = lengths_bytes[0]
-        if first > self._slabs.cap_of(namespace):
-            return NoRoom.NEVER
-        if not 0 < first <= MAX_OBJECT_BYTES:
-            raise ValueError(f"an object of {first} bytes")
-        slot_bytes = self._slabs.slot_bytes(namespace, first)
-        wanted_bytes = slot_bytes * sum(length == first for length in lengths_bytes)
-        growing = self._start(
-            self._growth.grow(
-                namespace, slot_bytes, wanted_bytes, lambda: self._places.reserve(namespace, first)
-            )
-        )
-        try:
-            return await asyncio.shield(growing)
-        except asyncio.CancelledError:
-            # The growth goes on without its caller; the place it takes is nobody's.
-            growing.add_done_callback(self._abandon)
-            raise
-
-    def _abandon(self, growing: asyncio.Task[int | NoRoom]) -> None:
-        if not growing.cancelled() and growing.exception() is None:
-            place = growing.result()
-            if not isinstance(place, NoRoom):
-                self._places.cancel(place)
-
     async def _write(self, items: Sequence[ObjectWrite]) -> list[WriteOutcome]:
         jobs = [(self.view(item.place, padded=True), item.payload) for item in items]
-        await self._in_pool(_copy_in, jobs)
+        await self._in_pool(copy_in, jobs)
         jobs.clear()
         for item in items:
             self.publish(item.place, item.meta)
@@ -442,82 +364,13 @@ class RamTier(Tier):
         )
         return ReadOutcome.OK if same else ReadOutcome.CORRUPT
 
-    def _copy_job(self, item: ObjectRead) -> tuple[memoryview, memoryview, int, bytes]:
+    def _copy_job(self, item: ObjectRead) -> CopyJob:
         source = self.view(item.place, padded=True)
         return source, item.into, item.length_bytes, self.checksums(item.place)[1]
-
-    def _clear_padding(self, place: int) -> None:
-        where = self._places.locate(place)
-        padding_bytes = -where.length_bytes % len(_ZEROS)
-        if padding_bytes:
-            end = where.offset + where.length_bytes
-            memory = self._growth.memory[where.segment_id].memory
-            memory[end : end + padding_bytes] = _ZEROS[:padding_bytes]
 
     async def _in_pool(self, job: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, job, *args)
 
-    def _start(self, work: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
-        """Run `work` as a task that `close` waits for."""
-        task = asyncio.ensure_future(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
-
-    async def _finish(
-        self, work: Coroutine[object, object, _T], stop: threading.Event | None = None
-    ) -> _T:
-        """Result of `work`, which runs to its end also when the caller is cancelled; the
-        cancellation is raised after it has ended. `stop` tells it to be quick about it.
-        """
-        task = self._start(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if stop is not None:
-                stop.set()
-            await _outlast(task)
-            raise
-
-
-async def _outlast(task: asyncio.Task[_T]) -> None:
-    """Wait until the task has ended, however often the caller is cancelled meanwhile."""
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            continue
-
 
 def _tag(key: bytes, part: str) -> int:
     return xxhash.xxh3_64_intdigest(key + part.encode()) & 0xFFFF_FFFF
-
-
-def _copy_in(jobs: Sequence[tuple[memoryview, memoryview]]) -> None:
-    for extent, payload in jobs:
-        _copy(extent, payload)
-
-
-def _copy_out(job: tuple[memoryview, memoryview, int, bytes], stop: threading.Event) -> ReadOutcome:
-    if not stop.is_set() and _copy_verified(*job, stop):
-        return ReadOutcome.OK
-    return ReadOutcome.FAILED if stop.is_set() else ReadOutcome.CORRUPT
-
-
-def _copy_verified(
-    extent: memoryview, into: memoryview, length_bytes: int, pieces: bytes, stop: threading.Event
-) -> bool:
-    """Copy a padded extent and check each piece as it arrived, while it is still in cache."""
-    for i, start in enumerate(range(0, length_bytes, PIECE_BYTES)):
-        stop_at = min(start + PIECE_BYTES, len(extent))
-        _copy(into[start:stop_at], extent[start:stop_at])
-        digest = xxhash.xxh3_64_intdigest(into[start : min(stop_at, length_bytes)])
-        expected = pieces[i * PIECE_CHECKSUM_BYTES : (i + 1) * PIECE_CHECKSUM_BYTES]
-        if digest.to_bytes(PIECE_CHECKSUM_BYTES, "little") != expected or stop.is_set():
-            return False
-    return True
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy with the GIL released."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

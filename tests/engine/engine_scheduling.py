@@ -41,6 +41,8 @@ class SumModel:
 
     def __init__(self, offset: int = 0) -> None:
         self.config = SumConfig()
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
         self.offset = offset
         self.calls: list[list[Segment]] = []
 

@@ -58,10 +58,13 @@ def letter_tensors(seed: int = 8) -> dict[str, torch.Tensor]:
     return {**random_tensors(CONFIG, seed), "lm_head.weight": head / 4}
 
 
-def letter_model(seed: int = 8, theta: float = CONFIG.rope_theta) -> Model:
+def letter_model(
+    seed: int = 8, theta: float = CONFIG.rope_theta, dtype: torch.dtype = torch.float32
+) -> Model:
     """A small random model of that vocabulary."""
     config = replace(CONFIG, rope_theta=theta)
-    return Model(Checkpoint(Path("tiny"), 0, config, SPEC, letter_tensors(seed)))
+    tensors = {name: tensor.to(dtype) for name, tensor in letter_tensors(seed).items()}
+    return Model(Checkpoint(Path("tiny"), 0, config, SPEC, tensors))
 
 
 def letter_engine(

@@ -36,6 +36,11 @@ def test_free_and_used_blocks_add_up(counts: list[int]) -> None:
     assert pool.free_blocks() == 6
 
 
+def test_a_pool_that_memory_has_no_room_for_says_how_much_it_is() -> None:
+    with pytest.raises(MemoryError, match=r"KV blocks need \d+ MiB, more than cpu gives"):
+        BlockPool(TINY, 10**12)
+
+
 def test_a_held_block_stays_in_use_until_the_last_holder_drops_it() -> None:
     pool = BlockPool(TINY, 2)
     blocks = pool.take(1)

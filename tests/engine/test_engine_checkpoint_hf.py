@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,14 @@ REFUSED = [
     ),
     ({"rope_parameters": {"rope_type": "mrope"}}, "RoPE 'mrope' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "RoPE .*yarn.* is not supported"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0, not above 0"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": -2.0}}, "factor is -2, not above 0"),
+    ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta is 1, not above 1"),
+    ({"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan, not a finite"),
+    ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta is 1000.*, not a finite"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1, not above 0"),
+    ({"model_type": ["llama"]}, "model_type .*llama.* is not supported"),
     ({"rope_parameters": {"full_attention": {}}}, "RoPE that differs between layers"),
     ({"partial_rotary_factor": 0.5}, "RoPE over part of a head"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
@@ -206,9 +215,10 @@ def test_damaged_and_missing_files_are_named(folder: Path) -> None:
     weights.rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled, convert it"):
         load(folder)
-    (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config.json: it cannot be read as JSON"):
-        load(folder)
+    for damaged in ("{", "[" * 100_000):
+        (folder / "config.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"config.json: it cannot be read as JSON"):
+            load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         load(folder)

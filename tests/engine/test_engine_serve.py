@@ -202,6 +202,7 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
         ("completions", {"temperature": 2.5}, "temperature", "from 0 to 2"),
         ("completions", {"temperature": float("nan")}, "temperature", "from 0 to 2"),
         ("completions", {"temperature": "hot"}, "temperature", "a number"),
+        ("completions", {"temperature": 10**400}, "temperature", "from 0 to 2"),
         ("completions", {"top_p": 0}, "top_p", "above 0"),
         ("completions", {"top_k": -1}, "top_k", "positive"),
         ("completions", {"seed": 1 << 64}, "seed", "2**64"),
@@ -221,7 +222,7 @@ CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": 
         ("completions", {"wishes": 3}, "wishes", "does not know"),
         ("chat/completions", {"messages": []}, "messages", "at least one"),
         ("chat/completions", {"messages": ["a"]}, "messages[0]", "an object"),
-        ("chat/completions", {"messages": [{"role": "x"}]}, None, "messages[0] has the role 'x'"),
+        ("chat/completions", {"messages": [{"role": "x"}]}, "messages[0]", "has the role 'x'"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

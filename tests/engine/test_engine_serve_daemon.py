@@ -146,6 +146,10 @@ def test_the_command_serves_a_directory_and_stops_on_a_signal(tmp_path: Path) ->
         (["--model", "/nonexistent.gguf"], "/nonexistent.gguf"),
         (["--target", "localhost"], "target 'localhost' is not understood"),
         (["--token-file", "/nonexistent"], "/nonexistent"),
+        (["--port", "99999"], "port 99999"),
+        (["--device", "abacus"], "device 'abacus' is none"),
+        (["--device", "meta"], "device 'meta' is not supported"),
+        (["--device", "cuda:99"], "device 'cuda:99' is not there"),
     ],
 )
 def test_mistakes_of_the_command_are_said_in_one_line(

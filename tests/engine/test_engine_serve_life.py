@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from engine_served import GIVE_UP_S, LONG, NAME, Served, letter_engine, letter_model, post, serving
 
 from kvstored_client.engine.server.errors import Stopping
@@ -213,14 +214,17 @@ def test_other_weights_have_another_epoch_and_no_prefix_of_the_old() -> None:
         served.check_blocks()
 
 
-def test_weights_of_other_shapes_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("other", "says"), [({"theta": 5.0}, "same config"), ({"dtype": torch.bfloat16}, "bfloat16")]
+)
+def test_weights_of_other_shapes_are_refused(other: dict[str, Any], says: str) -> None:
     def load(path: object) -> Any:
-        return letter_model(theta=5.0)
+        return letter_model(**other)
 
     with serving(letter_engine(), load_weights=load) as served, served.client() as client:
         status, answer = update(served, {})
         assert status == 400
-        assert "same config" in answer["error"]["message"]
+        assert says in answer["error"]["message"]
         assert client.completions.create(**GREEDY).choices[0].text
 
 

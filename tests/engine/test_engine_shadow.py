@@ -148,6 +148,8 @@ class Failing:
     """A model that cannot compute what the check asks for."""
 
     config = TINY
+    dtype = torch.float32
+    device = torch.device("cpu")
 
     def forward(self, segments: Sequence[Segment]) -> list[torch.Tensor | None]:
         raise MemoryError("on purpose")

@@ -101,6 +101,13 @@ def test_messages_a_template_refuses_are_the_callers_mistake(ours: Tokenizer) ->
             ours.chat(messages)
 
 
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ 'x' * 10 ** 20 }}", "{{ '%d' % 'a' }}"])
+def test_a_template_that_fails_refuses_the_messages(folder: Path, template: str) -> None:
+    tokenizer = Tokenizer(TokenizerFiles(folder / "tokenizer.json", template, {}, ()))
+    with pytest.raises(ChatError, match="refuses the messages"):
+        tokenizer.chat([])
+
+
 def test_templates_cannot_reach_beyond_the_messages(folder: Path) -> None:
     """They come with weights from anywhere."""
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
@@ -114,8 +121,9 @@ def test_what_is_damaged_or_absent_is_named(folder: Path, tmp_path: Path) -> Non
     files = TokenizerFiles(folder / "tokenizer.json", "", {}, (2,))
     with pytest.raises(ChatError, match="no chat template; use completions"):
         Tokenizer(files).chat([])
-    with pytest.raises(CheckpointError, match="the chat template cannot be read"):
-        Tokenizer(TokenizerFiles(folder / "tokenizer.json", "{% if %}", {}, ()))
+    for damaged in ("{% if %}", "{{" + "(" * 5000 + ")" * 5000 + "}}"):
+        with pytest.raises(CheckpointError, match="the chat template cannot be read"):
+            Tokenizer(TokenizerFiles(folder / "tokenizer.json", damaged, {}, ()))
     with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read"):
         Tokenizer(TokenizerFiles(tmp_path / "tokenizer.json", "", {}, ()))
 

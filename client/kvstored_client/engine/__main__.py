@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(words)
     try:
         return _run(arguments)
-    except (UsageError, ValueError, OSError) as error:
+    except (UsageError, ValueError, OSError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_MISTAKE
 

@@ -9,6 +9,7 @@ vLLM's paper has the idea of paging: https://arxiv.org/abs/2309.06180.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -54,10 +55,17 @@ class BlockPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        """Raises MemoryError where there is no room for them."""
         shape = (blocks, config.layers, 2, CHUNK_TOKENS, config.kv_heads, config.head_dim)
         # Zeroed, not empty: attention reads rows of a block beyond what was written, under a mask
         # that gives them weight 0, and 0 times NaN would be NaN. It also touches every page now.
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        try:
+            self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:
+            needed_mib = (math.prod(shape) * dtype.itemsize) >> 20
+            raise MemoryError(
+                f"{blocks} KV blocks need {needed_mib} MiB, more than {device} gives; take fewer"
+            ) from error
         self.blocks = blocks
         self.block_bytes = self.kv[0].nbytes
         self._bytes = self.kv.view(blocks, -1).view(torch.uint8)

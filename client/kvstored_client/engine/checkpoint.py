@@ -43,11 +43,26 @@ def load(path: Path, *, dtype: str | None = None, device: torch.device | str = "
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} is not supported; take one of {', '.join(DTYPES)}")
     wanted = None if dtype is None else DTYPES[dtype]
+    _check_device(device)
     if path.is_dir():
         return load_directory(path, wanted, device)
     if path.is_file():
         return load_gguf(path, wanted or torch.float32, device)
     raise CheckpointError(f"{path} is neither a file nor a directory")
+
+
+def _check_device(device: torch.device | str) -> None:
+    """Raises CheckpointError for a device that this torch does not have."""
+    try:
+        made = torch.device(device)
+    except RuntimeError as error:
+        raise CheckpointError(f"device {str(device)!r} is none; cpu or cuda are") from error
+    if made.type not in ("cpu", "cuda"):
+        raise CheckpointError(f"device {str(device)!r} is not supported; cpu and cuda are")
+    if made.type == "cuda" and (made.index or 0) >= torch.cuda.device_count():
+        raise CheckpointError(
+            f"device {str(device)!r} is not there; this torch sees {torch.cuda.device_count()} GPUs"
+        )
 
 
 def bundled_smollm2() -> Path:

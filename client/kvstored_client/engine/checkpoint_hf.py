@@ -132,7 +132,10 @@ def _chat_template(path: Path, settings: Mapping[str, object]) -> str:
     """The default template; a file of its own goes before what tokenizer_config.json has."""
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: it cannot be read: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # named ones
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
@@ -154,7 +157,7 @@ def _json(path: Path, *, optional: bool = False) -> dict[str, object]:
         if optional:
             return {}
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: it cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: it holds no JSON object")

@@ -22,6 +22,8 @@ _CLASSES = {
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 _RECURRENT = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads")
 _LENGTH_DEPENDENT = {"dynamic", "longrope", "su"}
+_MOST = 1e38
+"""Beyond it is no float32."""
 _KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
 
 
@@ -40,7 +42,7 @@ def model_config(raw: Raw, name: str) -> ModelConfig:
 
 def refusal(raw: Raw) -> str:
     """Why this engine does not run the model; "" where it does."""
-    model_type = raw.get("model_type")
+    model_type = str(raw.get("model_type"))
     layers = raw.get("layer_types")
     kinds = {str(kind) for kind in layers} if isinstance(layers, list) else set()
     recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
@@ -58,7 +60,7 @@ def refusal(raw: Raw) -> str:
     for reason, holds in reasons.items():
         if holds:
             return reason
-    expected = _CLASSES[str(model_type)]
+    expected = _CLASSES[model_type]
     architectures = raw.get("architectures") or [expected]
     if architectures != [expected]:
         return f"architectures {architectures} are not supported; {expected} is"
@@ -73,7 +75,7 @@ def _slides(raw: Raw, kinds: set[str]) -> bool:
     if kinds & {"sliding_attention", "chunked_attention"}:
         return True
     # Llama has no window whatever its config.json says; Qwen has one where it is switched on.
-    known = raw.get("model_type") in _CLASSES
+    known = str(raw.get("model_type")) in _CLASSES
     if kinds or raw.get("model_type") == "llama" or raw.get("sliding_window") is None:
         return False
     if not raw.get("use_sliding_window", not known):
@@ -105,7 +107,7 @@ def _config(raw: Raw, name: str) -> ModelConfig:
         kv_heads=_integer(raw, "num_key_value_heads", heads),
         head_dim=_integer({"head_dim": head_dim}, "head_dim"),
         rope_theta=theta,
-        rms_epsilon=_real(raw, "rms_norm_eps", 1e-6),
+        rms_epsilon=_above(0.0, raw, "rms_norm_eps", 1e-6),
         context_tokens=context,
         rope_scaling=scaling,
         qkv_bias=model_type == "qwen2",
@@ -118,11 +120,12 @@ def _rope(raw: Raw, context_tokens: int) -> tuple[float, RopeScaling]:
     fields = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(fields, dict) or any(isinstance(value, dict) for value in fields.values()):
         raise _FieldError("RoPE that differs between layers is not supported")
-    theta = _real(fields, "rope_theta", _real(raw, "rope_theta", 10000.0))
+    theta = _above(1.0, raw, "rope_theta", 10000.0)
+    theta = _above(1.0, fields, "rope_theta", theta)
     partial = fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1.0):
         raise _FieldError("RoPE over part of a head (partial_rotary_factor) is not supported")
-    named = fields.get("rope_type", fields.get("type", "default"))
+    named = str(fields.get("rope_type", fields.get("type", "default")))
     if named in _LENGTH_DEPENDENT:
         raise _FieldError(
             f"RoPE {named!r} is refused: a token's K would depend on the length of the prompt, and "
@@ -134,7 +137,7 @@ def _rope(raw: Raw, context_tokens: int) -> tuple[float, RopeScaling]:
     if kind == "default":
         return theta, RopeScaling()
     if kind == "linear":
-        return theta, RopeScaling(kind, factor=_real(fields, "factor", 1.0))
+        return theta, RopeScaling(kind, factor=_above(0.0, fields, "factor", 1.0))
     original = raw.get("original_max_position_embeddings") or fields.get(
         "original_max_position_embeddings"
     )
@@ -142,16 +145,18 @@ def _rope(raw: Raw, context_tokens: int) -> tuple[float, RopeScaling]:
     if kind == "llama3":
         return theta, RopeScaling(
             kind,
-            factor=_real(fields, "factor"),
+            factor=_above(0.0, fields, "factor"),
             original_context_tokens=original_tokens,
-            low_frequency_factor=_real(fields, "low_freq_factor"),
-            high_frequency_factor=_real(fields, "high_freq_factor"),
+            low_frequency_factor=_above(0.0, fields, "low_freq_factor"),
+            high_frequency_factor=_above(
+                _real(fields, "low_freq_factor"), fields, "high_freq_factor"
+            ),
         )
     return theta, _yarn(fields, original_tokens, context_tokens)
 
 
 def _yarn(fields: Raw, original_tokens: int, context_tokens: int) -> RopeScaling:
-    factor = _real(fields, "factor", context_tokens / original_tokens)
+    factor = _above(0.0, fields, "factor", context_tokens / original_tokens)
     scale, scale_all = _real(fields, "mscale", 0.0), _real(fields, "mscale_all_dim", 0.0)
     attention = yarn_attention_factor(factor)
     if scale and scale_all:
@@ -182,4 +187,13 @@ def _real(raw: Raw, name: str, default: float | None = None) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _FieldError(f"{name} is {value!r}, not a number")
+    if not -_MOST < value < _MOST:  # nor NaN
+        raise _FieldError(f"{name} is {value!s:.40}, not a finite number")
     return float(value)
+
+
+def _above(least: float, raw: Raw, name: str, default: float | None = None) -> float:
+    value = _real(raw, name, default)
+    if value <= least:
+        raise _FieldError(f"{name} is {value:g}, not above {least:g}")
+    return value

@@ -30,7 +30,7 @@ from kvstored_client.engine.types import (
     TokenEvent,
 )
 
-__all__ = ["Completion", "Engine", "PromptError", "QueueFullError", "make_engine"]
+__all__ = ["Completion", "Engine", "PromptError", "PromptTooLong", "QueueFullError", "make_engine"]
 
 ONE_PROMPT = EngineLimits(
     max_running=1, max_waiting=1, prefill_tokens=CHUNK_TOKENS, own_prefixes=False
@@ -42,6 +42,10 @@ class PromptError(ValueError):
     """A prompt that cannot be run: empty, too long for the model or the pool, or with ids outside
     the vocabulary.
     """
+
+
+class PromptTooLong(PromptError):
+    """A prompt that, with the tokens asked for, is more than the model or the pool has room for."""
 
 
 class QueueFullError(RuntimeError):
@@ -190,12 +194,19 @@ class Engine:
             self._end(sequence)
 
     def update_weights(self, model: StepModel, weights_epoch: int) -> None:
-        """Go on with other weights of the same shapes. Nothing that was computed with the old ones
+        """Go on with other weights of the same shapes, dtype and device; raises ValueError for
+        others. Nothing that was computed with the old ones
         is used any more: own prefixes are forgotten, the store is asked for the new epoch's chunks,
         and requests under way compute what they have so far once more.
         """
         if model.config != self.model.config:
             raise ValueError("other weights must have the same config as the present ones")
+        kv = self.pool.kv
+        if (model.dtype, model.device) != (kv.dtype, kv.device):
+            raise ValueError(
+                f"other weights must be {kv.dtype} on {kv.device} as the present ones, not "
+                f"{model.dtype} on {model.device}"
+            )
         self._scheduler.preempt_all()
         self.tree.clear()
         for sequence in self._scheduler.waiting:
@@ -233,7 +244,7 @@ class Engine:
         if not prompt:
             raise PromptError("the prompt is empty; give at least one token")
         if len(prompt) + request.sampling.max_tokens > self.limit_tokens:
-            raise PromptError(
+            raise PromptTooLong(
                 f"{len(prompt)} prompt tokens and {request.sampling.max_tokens} more do not fit "
                 f"into {self.limit_tokens}; shorten the prompt or ask for fewer tokens"
             )

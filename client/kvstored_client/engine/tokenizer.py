@@ -89,7 +89,7 @@ class Tokenizer:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, **self._special
             )
-        except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
+        except Exception as error:  # a template is a program, and may fail as any other
             raise ChatError(f"the model's chat template refuses the messages: {error}") from error
 
 
@@ -181,7 +181,7 @@ def _compiled(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     try:
         return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
+    except (jinja2.TemplateSyntaxError, RecursionError) as error:
         raise CheckpointError(f"the chat template cannot be read: {error}") from error
 
 

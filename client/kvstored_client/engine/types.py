@@ -57,6 +57,14 @@ class StepModel(Protocol):
     def config(self) -> ModelShape:
         """Its shape."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its KV."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its KV is."""
+
     def forward(self, segments: Sequence[Segment]) -> list[torch.Tensor | None]:
         """Compute the segments and place their KV in their tables. Returns, for each, the logits
         [vocab_size] after its last token, None where they are not wanted.

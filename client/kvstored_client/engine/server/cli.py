@@ -57,13 +57,21 @@ def _parser() -> argparse.ArgumentParser:
     option("--max-running", type=int, default=16, metavar="N", help="requests computed at a time")
     option("--max-waiting", type=int, default=256, metavar="N", help="requests queued beside them")
     option("--prefill-tokens", type=int, default=128, metavar="N", help="prompt tokens of a step")
-    option("--grace-s", type=float, default=30.0, metavar="S", help="for requests when it stops")
+    option("--grace-s", type=seconds, default=30.0, metavar="S", help="for requests when it stops")
     option(
         "--allow-weight-updates",
         action="store_true",
         help="allow POST /v1/update_weights, which reads any path that this process may read",
     )
     return parser
+
+
+def seconds(text: str) -> float:
+    """An option's value, 0 or more. Raises ValueError for another."""
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise ValueError
+    return value
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             engine, tokenizer, settings = _made(arguments, store)
             where = f"http://{_host_port(listener.getsockname())}"
             return asyncio.run(_serve(engine, tokenizer, settings, listener, where))
-    except (UsageError, ValueError, OSError) as error:
+    except (UsageError, ValueError, OSError, MemoryError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_MISTAKE
 
@@ -146,7 +154,9 @@ def _made(
 
 def _loader(arguments: argparse.Namespace, path: Path, present: Model) -> LoadModel:
     def load_other(other: Path | None) -> Model:
-        checkpoint = load(other or path, dtype=arguments.dtype, device=arguments.device)
+        # Of the present dtype, whatever the checkpoint's own is: the KV blocks are of it.
+        dtype = str(present.dtype).removeprefix("torch.")
+        checkpoint = load(other or path, dtype=dtype, device=present.device)
         # Under the name that the family has: it is the same model, in other weights.
         config = replace(checkpoint.config, name=present.config.name)
         return Model(replace(checkpoint, config=config))

@@ -55,7 +55,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise BadRequest(f"{name} must be a number, not {shown(value)}", name)
         if not least <= value <= most:
-            raise BadRequest(f"{name} must be from {least:g} to {most:g}, not {value:g}", name)
+            raise BadRequest(f"{name} must be from {least:g} to {most:g}, not {shown(value)}", name)
         return float(value)
 
     def flag(self, name: str) -> bool:

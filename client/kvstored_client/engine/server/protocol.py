@@ -148,10 +148,12 @@ def _message(message: Any, where: str) -> Message:
     if role == "developer":  # OpenAI's newer name; templates know the older one
         role = "system"
     if role not in ("system", "user", "assistant"):
-        raise BadRequest(f"{where} has the role {shown(role)}; system, user, assistant are known")
+        raise BadRequest(
+            f"{where} has the role {shown(role)}; system, user, assistant are known", where
+        )
     unknown = sorted(k for k, v in message.items() if k not in ("role", "content") and v)
     if unknown:
-        raise BadRequest(f"{where} has {shown(unknown[0])}, which this server does not know")
+        raise BadRequest(f"{where} has {shown(unknown[0])}, which this server does not know", where)
     return {"role": role, "content": _content(message.get("content"), f"{where}.content")}
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from kvstored_client.engine.engine import PromptError, QueueFullError
+from kvstored_client.engine.engine import PromptError, PromptTooLong, QueueFullError
 from kvstored_client.engine.server.errors import (
     ApiError,
     BadRequest,
@@ -163,7 +163,7 @@ class Service:
         except QueueFullError as error:
             raise Overloaded(str(error)) from error
         except PromptError as error:
-            code = "context_length_exceeded" if "do not fit" in str(error) else None
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             raise BadRequest(str(error), call.prompt_field, code) from error
 
     def check_running(self) -> None:

@@ -107,7 +107,11 @@ class EngineServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free. Raises OSError."""
+    """A listening socket; port 0 takes any that is free. Raises OSError, ValueError for a number
+    that is no port.
+    """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"port {port} is none; 0 (any that is free) to 65535 are")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=1024)

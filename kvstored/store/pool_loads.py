@@ -29,7 +29,7 @@ from kvstored_client.proto import kvstore_pb2 as pb
 
 log = logging.getLogger("kvstored.store")
 
-FIRST_BATCH_BYTES = 32 << 20
+FIRST_BATCH_BYTES = 64 << 20
 """Room that is made, at most, for a prefix of which nobody knows yet whether the bucket has it; a
 sixteenth of a small cap. More once its first object's header has come."""
 

@@ -26,9 +26,9 @@ from kvstored.tiers.object.bucket_errors import classify
 from kvstored.tiers.object.bucket_loop import BucketLoop
 from kvstored.tiers.object.settings import ObjectSettings
 
-CHUNK_BYTES = 1 << 20
-"""A body is taken in by chunks of about this: large enough to cost Python little, small enough to
-be still in the CPU's cache when it is copied and checked."""
+CHUNK_BYTES = 4 << 20
+"""A body is taken in by chunks of about this: large enough to cost Python little, which shares the
+processor with obstore's threads; small enough that what is beyond a range costs little memory."""
 
 WHOLE_BYTES = (2 << 20) + (4 << 10)
 """A read of no more than this is awaited as one: each chunk awaited costs as much as copying it."""

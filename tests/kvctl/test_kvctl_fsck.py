@@ -1,42 +1,43 @@
-"""kvctl fsck: it finds each kind of damage, calls nothing damage that is none, and never writes."""
+"""kvctl fsck finds each kind of damage, and calls nothing damage that is none."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
-import xxhash
-from tiers.conformance import KIB, MIB, make_sample
-from tiers.nvme_helpers import make_tier, make_volume
-from tiers.nvme_reader import Slot, read_volume
+from kvctl.fsck_helpers import (
+    LARGE,
+    SMALL,
+    by_length,
+    changing,
+    check,
+    detail,
+    flip,
+    found,
+    kinds,
+    live_header,
+    overwrite,
+    place,
+    void_header,
+    whole_volume,
+)
+from tiers.conformance import KIB, MIB
+from tiers.nvme_helpers import make_volume
 
 from kvstored.fsck import environment
-from kvstored.fsck.check import Options, check_volume
-from kvstored.fsck.findings import DAMAGE, NOTES, Report
-from kvstored.io.base import Buffer, RealFiles
-from kvstored.kvctl import main
+from kvstored.fsck.findings import Report
 from kvstored.tiers.nvme import format as disk
-from kvstored.tiers.nvme import header, record
-from kvstored.tiers.nvme.header import Where
-
-SMALL = (4 * KIB, 5 * KIB, 6 * KIB, 7 * KIB, 64 * KIB)
-LARGE = (100_000, 100_001, 300_000, 600_000, 600_001, 600_002, MIB, MIB + 1, MIB + 2, MIB + 3)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A volume with nothing wrong, not to be changed."""
     directory = tmp_path_factory.mktemp("whole")
-    asyncio.run(make_volume(directory, [*SMALL, *LARGE]))
+    whole_volume(directory)
     return directory
 
 
@@ -44,113 +45,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def volume(whole: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(whole, tmp_path / "volume"))
-
-
-def overwrite(path: Path, offset: int, data: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("rb") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-    overwrite(path, offset, bytes([byte ^ 0x10]))
-
-
-def by_length(directory: Path) -> dict[int, Slot]:
-    return {len(slot.payload): slot for slot in read_volume(directory)}
-
-
-def place(slot: Slot) -> int:
-    return slot.region << 32 | slot.slot
-
-
-def check(directory: Path, files: RealFiles | None = None) -> Report:
-    return check_volume(directory, Options(), lambda _: None, files)
-
-
-def found(report: Report) -> set[tuple[str, int | None]]:
-    """Kind and place of each finding; none is found twice."""
-    pairs = [(finding.kind, finding.place) for finding in report.findings]
-    assert sum(report.counts.values()) == len(pairs)
-    assert len(set(pairs)) == len(pairs)
-    return set(pairs)
-
-
-def kinds(report: Report) -> dict[str, int]:
-    return dict(report.counts)
-
-
-def detail(report: Report, kind: str) -> str:
-    (one,) = [f.detail for f in report.findings if f.kind == kind]
-    return one
-
-
-class Watched(RealFiles):
-    """Notes how files are opened; a read that begins at `broken` fails."""
-
-    def __init__(self, broken: int = -1) -> None:
-        self.flags: list[int] = []
-        self.broken = broken
-
-    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        self.flags.append(flags)
-        return super().open(path, flags, mode)
-
-    def preadv(self, fd: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
-        if offset_bytes == self.broken:
-            raise OSError(5, "Input/output error")
-        return super().preadv(fd, buffers, offset_bytes)
-
-
-def state(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Everything in a directory, with a hash of it and when it was changed."""
-    return {
-        str(path.relative_to(directory)): (
-            path.stat().st_mtime_ns,
-            path.stat().st_ctime_ns,
-            xxhash.xxh3_64_intdigest(path.read_bytes()) if path.is_file() else 0,
-        )
-        for path in [directory, *directory.rglob("*")]
-    }
-
-
-def test_clean_volume(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = state(whole)
-    assert main(["fsck", "--offline", str(whole), "--json"]) == 0
-    out = capsys.readouterr()
-    answer = json.loads(out.out)
-    assert out.out.count("\n") == 1
-    assert "regions" in out.err, "progress"
-    assert (answer["clean"], answer["findings"], answer["counts"]) == (True, [], {})
-    figures = answer["figures"]
-    assert figures["objects_good"] == figures["records"] == len(SMALL) + len(LARGE)
-    assert figures["bytes_good"] == sum(SMALL) + sum(LARGE)
-    assert figures["regions_used"] >= 4
-    assert answer["volume"] == (whole / "superblock").read_bytes()[32:48].hex()
-    assert state(whole) == before, "not a byte, not a time stamp"
-
-
-def live_header(directory: Path, slot: Slot, seed: int) -> bytes:
-    """Another whole header for the same slot, as an older write would have left it."""
-    superblock = disk.Superblock.decode((directory / "superblock").read_bytes())
-    raw = (directory / "data").read_bytes()[slot.offset : slot.offset + 4096]
-    where = where_of(superblock.volume_id, slot, raw)
-    meta = make_sample(len(slot.payload), seed).meta
-    return header.encode(where, meta, 1, 0)
-
-
-def where_of(volume_id: int, slot: Slot, raw: bytes) -> Where:
-    (dedication,) = struct.unpack_from("<Q", raw, 40)
-    return Where(volume_id, dedication, place(slot), slot.slot_bytes)
-
-
-def void_header(directory: Path, slot: Slot) -> bytes:
-    superblock = disk.Superblock.decode((directory / "superblock").read_bytes())
-    raw = (directory / "data").read_bytes()[slot.offset : slot.offset + 4096]
-    return header.encode_void(where_of(superblock.volume_id, slot, raw), 0)
 
 
 def test_slots(volume: Path) -> None:
@@ -198,51 +92,6 @@ def test_padding_is_no_damage(volume: Path) -> None:
     assert found(report) == {("padding_not_zero", place(slot))}
     assert report.clean
     assert report.figures["objects_good"] == len(SMALL) + len(LARGE)
-
-
-def test_device_that_does_not_answer(whole: Path) -> None:
-    slots = by_length(whole)
-    report = check(whole, Watched(slots[MIB].offset + 4096))
-    assert found(report) == {("unreadable", place(slots[MIB]))}
-    assert report.figures["objects_good"] == len(SMALL) + len(LARGE) - 1
-
-
-@dataclass
-class Records:
-    """The records of an environment in a transaction, to be changed."""
-
-    txn: lmdb.Transaction
-    db: dict[bytes, lmdb._Database]
-    volume_id: int
-
-    def of_length(self, length: int) -> tuple[bytes, bytes]:
-        for key, row in self.txn.cursor(self.db[b"records"]):
-            if struct.unpack_from("<I", row, 112) == (length,):
-                return key, row
-        raise AssertionError(length)
-
-    def remove(self, length: int) -> tuple[bytes, bytes]:
-        key, row = self.of_length(length)
-        self.txn.delete(key, row, db=self.db[b"records"])
-        return key, row
-
-    def put(self, key: bytes, row: bytes) -> None:
-        self.txn.put(key, row, db=self.db[b"records"])
-
-    def sealed(self, row: bytes, at: int = 0, value: bytes = b"") -> bytes:
-        """The row with bytes replaced, and the check it then ought to carry."""
-        changed = row[:at] + value + row[at + len(value) :]
-        return record.seal([changed], self.volume_id).tobytes()
-
-
-@contextmanager
-def changing(directory: Path, name: str) -> Iterator[Records]:
-    superblock = disk.Superblock.decode((directory / "superblock").read_bytes())
-    names = (b"records", b"names", b"families", b"meta", b"payload")
-    with lmdb.open(str(directory / name), max_dbs=5) as env:
-        db = {n: env.open_db(n, dupsort=n == b"records", dupfixed=n == b"records") for n in names}
-        with env.begin(write=True) as txn:
-            yield Records(txn, db, superblock.volume_id)
 
 
 def test_records(volume: Path) -> None:
@@ -426,121 +275,7 @@ async def test_lmdb_files_that_are_cut_off_or_of_others(volume: Path, tmp_path: 
     assert "another volume" in detail(report, "small_unreadable")
 
 
-def test_lmdb_file_that_kills_its_reader(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one does that is cut off while it is read, or whose device gives up."""
-    (tmp_path / "dying.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGBUS)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(environment, "_CHILD", "dying")
-    report = check(whole)
-    assert kinds(report) == {"index_unreadable": 1, "small_unreadable": 1}
-    assert detail(report, "index_unreadable") == "its reader died of SIGBUS"
-    assert report.figures["objects_good"] == len(LARGE)
-
-
-async def test_volume_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    await make_volume(tmp_path, [MIB])
-    tier = make_tier(tmp_path)
-    await tier.open()
-    try:
-        assert main(["fsck", "--offline", str(tmp_path)]) == 2
-        assert "--ignore-lock" in capsys.readouterr().err
-        assert main(["fsck", "--offline", str(tmp_path), "--ignore-lock"]) == 0
-        assert "a daemon has it locked" in capsys.readouterr().out
-    finally:
-        await tier.close()
-
-
-def test_opens_for_reading_alone_and_no_daemon_can_start_meanwhile(whole: Path) -> None:
-    refused = []
-
-    class Meanwhile(Watched):
-        def preadv(self, fd: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
-            other = RealFiles.open(self, whole / "LOCK", os.O_RDWR)
-            try:
-                super().lock(other)
-            except BlockingIOError:
-                refused.append(True)
-            finally:
-                super().close(other)
-            return super().preadv(fd, buffers, offset_bytes)
-
-    files = Meanwhile()
-    assert check(whole, files).clean
-    assert len(refused) > len(LARGE)
-    assert len(files.flags) >= 3
-    assert {flags & os.O_ACCMODE for flags in files.flags} == {os.O_RDONLY}
-    assert not any(flags & (os.O_CREAT | os.O_TRUNC) for flags in files.flags)
-
-
-def newer(volume: Path) -> None:
-    old = disk.Superblock.decode((volume / "superblock").read_bytes())
-    block = replace(old, version=2).encode()
-    (volume / "superblock").write_bytes(block)
-    overwrite(volume / "data", 0, block)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (newer, "format version 2"),
-        (shutil.rmtree, "No such file"),
-        (lambda at: [(at / n).unlink() for n in ("superblock", "data")], "holds no volume"),
-    ],
-)
-def test_what_cannot_be_checked(
-    volume: Path,
-    change: Callable[[Path], object],
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    change(volume)
-    assert main(["fsck", "--offline", str(volume), "--json"]) == 2
-    out = capsys.readouterr()
-    assert said in json.loads(out.out)["error"]
-    assert said in out.err
-
-
-def test_a_directory_that_is_no_volume_but_holds_some(
-    volume: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = volume.parent / "node" / "data"  # a directory, named like a volume's file
-    data.mkdir(parents=True)
-    (data / "LOCK").touch()
-    volume.rename(data / "nvme")
-    for directory in (data, data.parent):
-        assert main(["fsck", "--offline", str(directory)]) == 2
-        err = capsys.readouterr().err
-        assert "holds no volume" in err
-        assert str(data / "nvme") in err
-
-
-def test_damage_ends_with_1(volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(volume / "superblock", 50)
-    flip(volume / "data", 50)
-    assert main(["fsck", "--offline", str(volume)]) == 1
-    out = capsys.readouterr().out
-    assert "DAMAGE" in out
-    assert "superblock_lost" in out
-
-
-def test_files_that_are_not_always_there(volume: Path) -> None:
-    for name in ("formatting", "superblock.new", "notes.txt"):
-        (volume / name).touch()
-    (volume / "index.damaged-1").mkdir()
-    report = check(volume)
-    assert kinds(report) == {"formatting": 1, "leftover": 1, "unknown_file": 1, "set_aside": 1}
-    assert report.clean
-
-
 def test_data_file_that_ends_early(volume: Path) -> None:
     os.truncate(volume / "data", 8192)
     report = check(volume)
     assert kinds(report) == {"data_short": 1, "record_astray": len(LARGE)}
-
-
-def test_page_lists_every_finding() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "nvme-format.md").read_text()
-    missing = [kind for kind in [*DAMAGE, *NOTES] if f"`{kind}`" not in page]
-    assert not missing

@@ -162,7 +162,7 @@ def _add_bucket(reply: admin_pb2.StatusReply, pooling: Pooling) -> None:
     reply.bucket.CopyFrom(
         admin_pb2.BucketStatus(
             url=now.url,
-            health=now.health,
+            health=f"{now.health}; {now.forgetful}" if now.forgetful else now.health,
             backlog_objects=now.backlog_objects,
             backlog_bytes=now.backlog_bytes,
             in_flight=now.in_flight,

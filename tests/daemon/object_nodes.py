@@ -92,13 +92,18 @@ class Node(Daemon):
 
 
 @contextlib.contextmanager
-def nodes(count: int, toml: str) -> Iterator[list[Node]]:
-    """Started daemons; nothing is left of them afterwards."""
+def nodes(count: int, toml: str, spoilt: str = "") -> Iterator[list[Node]]:
+    """Started daemons; nothing is left of them afterwards. `spoilt`: a directory of their data
+    directories that they cannot have, since a file is in its place.
+    """
     with contextlib.ExitStack() as stack:
         made: list[Node] = []
         for _ in range(count):
             folder = Path(tempfile.mkdtemp(prefix="kv"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            if spoilt:
+                (folder / "data").mkdir()
+                (folder / "data" / spoilt).touch()
             node = Node(folder, toml=toml)
             stack.callback(node.kill)
             node.start()

@@ -170,6 +170,16 @@ def _spoil(node: Node, server: S3Server, key: bytes) -> None:
     store.put(path, bytes(body))
 
 
+def test_that_nothing_owed_is_remembered_is_said(
+    s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nodes(1, bucket_toml(s3_server.url(), s3_server.endpoint), spoilt="object") as (a,):
+        assert not a.client().put(prefix(1, 9), payloads(1, 9)).reason
+        assert a.drained().bucket.uploaded_bytes == MIB
+        assert kvctl(["tiers", "--target", a.admin_target]) == 0
+        assert "ok; what is owed is not remembered over a restart" in capsys.readouterr().out
+
+
 def test_what_was_owed_goes_up_after_a_restart(s3_server: S3Server) -> None:
     with nodes(1, bucket_toml("s3://b/p", f"http://127.0.0.1:{free_port()}")) as (a,):
         of, data = prefix(3, 7), payloads(3, 7)

@@ -89,14 +89,16 @@ class Offer:
 class PoolStatus:
     """One picture of the bucket for operators and metrics. Never holds a secret.
 
-    `backlog_objects` and `backlog_bytes`: owed to the bucket. `outcomes`: (verb, outcome) -> count
-    since the start; verbs are "get", "head", "put", "delete", "list".
+    `backlog_objects` and `backlog_bytes`: owed to the bucket; `forgetful`: why that is not
+    remembered over a restart, or "". `outcomes`: (verb, outcome) -> count since the start; verbs
+    are "get", "head", "put", "delete", "list".
     """
 
     url: str = ""
     health: str = "ok"
     backlog_objects: int = 0
     backlog_bytes: int = 0
+    forgetful: str = ""
     in_flight: int = 0
     uploaded_bytes: int = 0
     fetched_bytes: int = 0

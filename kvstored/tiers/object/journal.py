@@ -131,7 +131,6 @@ class Owed:
         except OSError as error:
             self._failed(error)
             return ()
-        self.problem = self._journal.problem
         self._names = dict.fromkeys(names)
         return names
 
@@ -204,7 +203,7 @@ class Owed:
         if not self.problem:
             _log.warning("what is owed to the bucket is not remembered: %s", error)
         self.failures += 1
-        self.problem = str(error)
+        self.problem = f"what is owed is not remembered over a restart: {error}"
 
 
 def _encoded(owed: bool, name: ObjectName) -> bytes:

@@ -11,12 +11,15 @@ from kvstored.tiers.object.api import ObjectName, Offer, Swept
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What is owed to the bucket, and what went up since the start."""
+    """What is owed to the bucket, and what went up since the start. `forgetful`: why what is owed
+    is not remembered over a restart, or "".
+    """
 
     objects: int = 0
     bytes: int = 0
     in_flight: int = 0
     uploaded_bytes: int = 0
+    forgetful: str = ""
 
 
 @dataclass(frozen=True, slots=True)

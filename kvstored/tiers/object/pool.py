@@ -182,6 +182,7 @@ class BucketPool(Pool):
             health=self._bucket.health,
             backlog_objects=backlog.objects,
             backlog_bytes=backlog.bytes,
+            forgetful=backlog.forgetful,
             in_flight=backlog.in_flight,
             uploaded_bytes=backlog.uploaded_bytes,
             fetched_bytes=self._fetched_bytes,

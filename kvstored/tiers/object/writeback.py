@@ -102,7 +102,8 @@ class WriteBack:
     @property
     def backlog(self) -> Backlog:
         """As in WriteBackPart."""
-        return Backlog(self._objects, self._bytes, len(self._under_way), self._up_bytes)
+        under_way, forgetful = len(self._under_way), self._owed.problem
+        return Backlog(self._objects, self._bytes, under_way, self._up_bytes, forgetful)
 
     @property
     def left(self) -> Sequence[ObjectName]:

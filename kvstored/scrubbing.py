@@ -61,13 +61,14 @@ class _Volume:
 class Scrubbing:
     """The volumes of a tier, and a scrub of each. Made on the verbs' loop, once the tier is open.
 
-    `drop(place)` takes an object out of the store, by its place in the tier. `rate_bytes_per_s` is
+    `drop(place, gone)` takes an object out of the store, by its place in the tier; `gone`: it was
+    deleted, and is not damaged. `rate_bytes_per_s` is
     that of each volume's background scrub; 0: none. It is what operators see and do of volumes:
     `kvstored.server.ports.VolumesPort`.
     """
 
     def __init__(
-        self, tier: NvmeTier, drop: Callable[[int], object], rate_bytes_per_s: int
+        self, tier: NvmeTier, drop: Callable[[int, bool], object], rate_bytes_per_s: int
     ) -> None:
         self._tier = tier
         self._drop = drop
@@ -77,8 +78,8 @@ class Scrubbing:
             for volume in self._volumes
         ]
 
-    def _rotten(self, volume: _Volume, inner: int) -> None:
-        self._drop(volume.place(inner))
+    def _rotten(self, volume: _Volume, inner: int, gone: bool) -> None:
+        self._drop(volume.place(inner), gone)
 
     def volumes(self) -> list[VolumeStatus]:
         """Each volume as it is now, by number."""

@@ -275,7 +275,13 @@ class Loader:
         return True
 
     def _refuse(self, ns: Namespace, row: int, generation: int, outcome: ReadOutcome) -> int:
-        """The ChunkState of an object that could not be read; a rotten one is dropped."""
+        """The ChunkState of an object that could not be read; a rotten one is dropped, and one
+        whose delete or eviction, before the start, had come as far as the device.
+        """
+        if outcome is ReadOutcome.GONE:
+            if ns.index.alive(row, generation):
+                self._residency.drop_object(ns, row, pb.MISS_EVICTED, "deleted")
+            return pb.MISS_EVICTED
         if outcome is not ReadOutcome.CORRUPT:
             return pb.MISS_TIER_DOWN
         self._residency.accounts.checksum_failures["nvme"] += 1

@@ -237,9 +237,11 @@ class Store:
         """Hold what a volume that has come back has; see Tier.on_found."""
         await self._volumes.found(found)
 
-    def drop_rotten(self, place: int) -> bool:
-        """Drop what a scrub found rotten at a place of the NVMe tier; False: nothing is there."""
-        return drop_rotten(self.namespaces.values(), self.residency, self._trash, place)
+    def drop_rotten(self, place: int, gone: bool = False) -> bool:
+        """Drop what a scrub found rotten, or `gone`, at a place of the NVMe tier; False: nothing is
+        there.
+        """
+        return drop_rotten(self.namespaces.values(), self.residency, self._trash, place, gone)
 
     def _busy(self, ns: Namespace, chunk: int, tier: TierKind) -> bool:
         """Whether something is under way that needs the chunk to stay in the tier."""

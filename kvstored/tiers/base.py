@@ -78,6 +78,7 @@ class ReadOutcome(enum.Enum):
 
     OK = "ok"
     CORRUPT = "corrupt"  # the bytes are not the object's; the destination holds garbage
+    GONE = "gone"  # it was deleted, which the index does not know; the destination holds garbage
     FAILED = "failed"  # the device did not give them
     DOWN = "down"
 

@@ -126,3 +126,25 @@ async def test_a_read_that_breaks_keeps_no_room(
         monkeypatch.setattr(store.tiers[2], "read", files_read)
         got, _ = await c.get(run)
         assert len(got) == 3
+
+
+async def test_a_delete_without_its_commit_is_no_damage_after_a_restart(tmp_path: Path) -> None:
+    """As a kill between the header and the index leaves it."""
+    files = FaultyFiles(RealFiles())
+    async with open_store(tmp_path, files=files) as store:
+        c = await client(store, size=MIB)
+        await c.put(c.run(tokens(3)), [payload(i, MIB) for i in range(3)], durable=True)
+        files.inject(Fault("commit", "*/index", error=errno.EIO))
+        await store.delete(c.run(tokens(3), 2, 3))
+    async with open_store(tmp_path) as store:
+        c = await client(store, size=MIB)
+        run = c.run(tokens(3))
+        assert store.tiers[2].usage().objects == 3, "the index still has it"
+        got, states = await c.get(run)
+        assert got == {i: payload(i, MIB) for i in range(2)}
+        assert list(states) == [pb.IN_NVME, pb.IN_NVME, pb.MISS_EVICTED]
+        assert store.accounts.checksum_failures["nvme"] == 0
+        await settle(store)
+        assert store.tiers[2].usage().objects == 2, "nor does it any more"
+    async with open_store(tmp_path) as store:
+        assert store.tiers[2].usage().objects == 2

@@ -50,10 +50,11 @@ async def make_volume(directory: Path, lengths: Sequence[int] = LENGTHS) -> dict
 
 @dataclass
 class Found:
-    """What a reopened volume holds: keys that read well, and keys that are named but corrupt."""
+    """What a reopened volume holds: keys that read well, keys that are named but corrupt, or gone."""
 
     good: set[bytes] = field(default_factory=set)
     corrupt: set[bytes] = field(default_factory=set)
+    gone: set[bytes] = field(default_factory=set)
     recovered: Recovered = field(default_factory=Recovered)
     problems: tuple[str, ...] = ()
 
@@ -76,6 +77,8 @@ async def examine(tier: VolumeTier, recovered: Recovered, samples: Sequence[Samp
         if outcome is ReadOutcome.OK:
             assert item.into[: item.length_bytes] == by_key[key].data, "another object's bytes"
             found.good.add(key)
+        elif outcome is ReadOutcome.GONE:
+            found.gone.add(key)
         else:
             assert outcome is ReadOutcome.CORRUPT
             found.corrupt.add(key)

@@ -74,7 +74,11 @@ class Scrub:
     def __init__(self, tier: VolumeTier) -> None:
         self.volume = Volume(tier)
         self.rotten: list[int] = []
-        self.scrubber = Scrubber(self.volume, self.rotten.append, rate_bytes_per_s=NO_BACKGROUND)
+        self.gone: list[int] = []
+        self.scrubber = Scrubber(self.volume, self._drop, rate_bytes_per_s=NO_BACKGROUND)
+
+    def _drop(self, place: int, gone: bool) -> None:
+        (self.gone if gone else self.rotten).append(place)
 
     async def run(self, rate: int = 0) -> ScrubStatus:
         return await self.scrubber.demand(rate)
@@ -163,6 +167,23 @@ async def test_what_is_rotten_is_dropped(tmp_path: Path, opened: Callable[..., A
     assert (status.dropped_objects, status.pass_objects) == (2, len(volume) - 2)
 
 
+async def test_what_was_deleted_without_its_commit_is_dropped_and_is_no_damage(
+    tmp_path: Path, opened: Callable[..., Any]
+) -> None:
+    volume = await make_volume(tmp_path)
+    place = next(p for p, s in volume.items() if s.meta.length_bytes == MIB)
+    files = FaultyFiles(RealFiles())
+    tier = make_tier(tmp_path, files)
+    await tier.open()
+    files.inject(Fault("commit", "*/index", error=errno.EIO))
+    await tier.delete([place])
+    await tier.close()
+    scrub = await opened()
+    status = await scrub.run()
+    assert (scrub.gone, scrub.rotten) == ([place], [])
+    assert (status.dropped_objects, status.pass_objects) == (0, len(volume) - 1)
+
+
 async def test_store_that_fails_to_drop(tmp_path: Path) -> None:
     """The scrub goes on."""
     await make_volume(tmp_path)
@@ -170,7 +191,8 @@ async def test_store_that_fails_to_drop(tmp_path: Path) -> None:
     tier = make_tier(tmp_path)
     await tier.open()
 
-    def fails(place: int) -> None:
+    def fails(place: int, gone: bool) -> None:
+        assert not gone
         raise RuntimeError(place)
 
     scrubber = Scrubber(tier, fails, rate_bytes_per_s=NO_BACKGROUND)
@@ -259,7 +281,7 @@ async def test_storm(tmp_path: Path) -> None:
     tier = make_tier(tmp_path)
     await tier.open()
     rotten: list[int] = []
-    scrubber = Scrubber(tier, rotten.append, rate_bytes_per_s=NO_BACKGROUND)
+    scrubber = Scrubber(tier, lambda place, _: rotten.append(place), rate_bytes_per_s=NO_BACKGROUND)
     rng = random.Random(3)
     lengths = (4 * KIB, 60 * KIB, 70_000, 70_000, 200_000)
     held: list[int] = []
@@ -287,7 +309,7 @@ async def test_large_object_and_memory(tmp_path: Path, monkeypatch: pytest.Monke
     tier = make_tier(tmp_path)
     await tier.open()
     watched = Volume(tier)
-    scrubber = Scrubber(watched, lambda _: None, rate_bytes_per_s=NO_BACKGROUND)
+    scrubber = Scrubber(watched, lambda *_: None, rate_bytes_per_s=NO_BACKGROUND)
     status = await scrubber.demand()
     assert status.pass_objects == len(volume)
     assert all(sum(batch) <= 300_000 or len(batch) == 1 for batch in watched.batches)

@@ -118,7 +118,8 @@ async def test_a_directory_that_does_not_answer_is_no_removal(tmp_path: Path) ->
 
 async def test_transfers_that_come_to_an_end_count_as_failures(tmp_path: Path) -> None:
     """A read behind the end of a file brings nothing, and the kernel calls that a success."""
-    world = World(tmp_path, 2, replace(PATIENCE, check_every_s=3600, probe_first_s=3600))
+    never = replace(PATIENCE, check_every_s=3600, probe_first_s=3600, probe_longest_s=3600)
+    world = World(tmp_path, 2, never)
     await world.start()
     try:
         await world.put_new(1, 12)

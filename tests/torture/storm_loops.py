@@ -222,8 +222,8 @@ class Loops:
                 print(verdict.value, story, flush=True)
         self._ledger.settle(survey.found)
         counters = daemon.counters()
-        if counters["rotten"] > len(survey.refused) or counters["tasks that died"]:
-            report.wrong.append(f"{counters}, {len(survey.refused)} refused")
+        if counters["rotten"] or counters["tasks that died"]:
+            report.wrong.append(f"{counters}")
         daemon.left()  # what the look itself found rotten
 
     def _survey(self) -> Survey:

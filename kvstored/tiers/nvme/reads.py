@@ -354,8 +354,11 @@ class Reads:
         try:
             found = header.decode(block, where)
         except DamagedError:
-            found = None
-        if found is None or not verify.is_expected(found.meta, job.namespace, job.item):
+            obj.outcome = obj.outcome or ReadOutcome.CORRUPT
+            return
+        if found is None:  # void, of exactly this place: a delete whose commit did not come
+            obj.outcome = obj.outcome or ReadOutcome.GONE
+        elif not verify.is_expected(found.meta, job.namespace, job.item):
             obj.outcome = obj.outcome or ReadOutcome.CORRUPT
         else:
             obj.expected = found.meta.piece_checksums

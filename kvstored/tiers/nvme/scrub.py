@@ -23,8 +23,10 @@ from kvstored.tiers.nvme.device import aligned_block
 
 _log = logging.getLogger(__name__)
 
-Rotten = Callable[[int], None]
-"""Told the place, of the volume, of an object whose bytes are not its own. Called on the loop."""
+Rotten = Callable[[int, bool], None]
+"""Told the place, of the volume, of an object whose bytes are not its own; and whether that is so
+because it was deleted, before the start, which is no damage. Called on the loop.
+"""
 
 RATE_BYTES_PER_S = 8 << 20
 """Of the background: some 700 GB a day."""
@@ -280,7 +282,10 @@ class Scrubber:
             if outcome is ReadOutcome.FAILED:
                 self._count(unreadable_objects=1)
                 continue
-            if outcome is ReadOutcome.CORRUPT and not await self._is_rotten(one):
+            if outcome is not ReadOutcome.OK and not await self._is_still(one, outcome):
+                continue
+            if outcome is ReadOutcome.GONE:
+                self._drop(one, gone=True)
                 continue
             nbytes = one.length_bytes
             self._count(pass_objects=1, pass_bytes=nbytes)
@@ -296,7 +301,7 @@ class Scrubber:
             for one, into in zip(listed, memory, strict=True)
         ]
 
-    async def _is_rotten(self, one: Listed) -> bool:
+    async def _is_still(self, one: Listed, outcome: ReadOutcome) -> bool:
         """Whether an object that read badly still does, and is still the one that is there.
 
         It may have been deleted since it was listed, and its place given to another. A sequence
@@ -304,16 +309,17 @@ class Scrubber:
         be read, it was that object all the time. Once the scrub is being closed nothing is: the
         volume's next life may have begun, and its places are other objects'.
         """
-        if await self._volume.read(self._wanted([one])) != [ReadOutcome.CORRUPT]:
+        if await self._volume.read(self._wanted([one])) != [outcome]:
             return False
         again = await self._volume.list_after(one.place - 1, 1)
         return not self._closing and again == [one] and self._volume.is_live(one.place)
 
-    def _drop(self, one: Listed) -> None:
-        _log.error("scrub: the object at place %#x is rotten; it is dropped", one.place)
-        self._count(dropped_objects=1, dropped_bytes=one.length_bytes)
+    def _drop(self, one: Listed, gone: bool = False) -> None:
+        if not gone:
+            _log.error("scrub: the object at place %#x is rotten; it is dropped", one.place)
+            self._count(dropped_objects=1, dropped_bytes=one.length_bytes)
         try:
-            self._rotten(one.place)
+            self._rotten(one.place, gone)
         except Exception:
             _log.exception("scrub: place %#x could not be dropped", one.place)
 

@@ -15,6 +15,7 @@ from kvstored_client.engine.sampler import Sampling
 from kvstored_client.engine.types import (
     EngineLimits,
     Loaded,
+    Offer,
     Request,
     Segment,
     TakeBlocks,
@@ -140,6 +141,8 @@ class HandHook:
     kept: dict[tuple[int, bytes, tuple[int, ...]], NDArray[np.uint8]] = field(default_factory=dict)
     loads: list[HandLoad] = field(default_factory=list)
     offered: list[tuple[str, int, int]] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
+    queue_chunks: int = 1000
     rates: list[float] = field(default_factory=list)
     wake: Callable[[], None] = lambda: None
 
@@ -165,10 +168,16 @@ class HandHook:
         return load
 
     def store(
-        self, request: Request, token_ids: Sequence[int], table: BlockTable, start: int
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        table: BlockTable,
+        start: int,
+        offer: Offer,
     ) -> int:
-        stop = len(token_ids) // CHUNK_TOKENS
+        stop = min(len(token_ids) // CHUNK_TOKENS, start + self.queue_chunks)
         self.offered.append((request.id, start, stop))
+        self.offers.append(offer)
         for chunk in range(start, stop):
             key = self._key(request, token_ids, chunk)
             self.kept.setdefault(key, self.pool.copy_out(table.blocks[chunk]))

@@ -85,6 +85,7 @@ class Answer:
 
     chunks: int = 0
     stored: int = 0
+    refused: int = 0
     reason: str = ""
     eta_ms: float = 0.0
     hold: None = None
@@ -97,13 +98,15 @@ class Answer:
 class DictStore:
     """Keeps chunks in a dict: for tests of the engine's arithmetic and of the hook alone.
 
-    `delivers` bounds how many chunks a get gives; `broken` makes every verb raise.
+    `delivers` bounds how many chunks a get gives; `broken` makes every verb raise;
+    `refuses`: the reason for which puts are refused.
     """
 
     def __init__(self) -> None:
         self.chunks: dict[bytes, NDArray[np.uint8]] = {}
         self.delivers: int | None = None
         self.broken = False
+        self.refuses = ""
 
     @staticmethod
     def keys(prefix: Prefix) -> list[bytes]:
@@ -136,6 +139,8 @@ class DictStore:
         self, prefix: Prefix, views: Sequence[NDArray[np.uint8]], start: int, **_: object
     ) -> Answer:
         self._check()
+        if self.refuses:
+            return Answer(refused=len(views), reason=self.refuses)
         new = 0
         for key, view in zip(self.keys(prefix)[start:], views, strict=False):
             new += key not in self.chunks

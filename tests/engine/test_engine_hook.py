@@ -18,7 +18,7 @@ from kvstored_client.engine.family import family_of
 from kvstored_client.engine.hook import KVStoreHook
 from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
-from kvstored_client.engine.types import Loaded, PendingLoad, Request
+from kvstored_client.engine.types import EngineLimits, Loaded, PendingLoad, Request
 from kvstored_client.identity import KVFamily, Prefix
 
 WEIGHTS = "ef" * 32
@@ -75,6 +75,26 @@ def test_a_store_that_fails_is_a_miss_and_said_once(
     assert engine.hook is not None
     assert engine.hook.stats.failures == 4
     assert engine.pool.used_blocks() == 0
+
+
+@pytest.mark.parametrize(("reason", "again"), [("unreachable", True), ("too_large", False)])
+def test_refused_chunks_are_counted_and_offered_again_where_that_helps(
+    reason: str, again: bool, tiny: Model
+) -> None:
+    store = DictStore()
+    store.refuses = reason
+    limits = EngineLimits(max_running=1)
+    engine = make_engine(tiny, NO_EOS, store=store, weights=WEIGHTS, limits=limits, blocks=16)
+    assert isinstance(engine.hook, KVStoreHook)
+    prompt = tiny_prompt(200)
+    engine.generate(prompt, SHORT)
+    assert engine.hook.drain(60)
+    assert engine.hook.stats.refused_chunks >= 3
+    store.refuses = ""
+    assert engine.generate(prompt, SHORT).cached_tokens == 192
+    assert engine.hook.drain(60)
+    assert engine.hook.stats.stored_chunks == (3 if again else 0)
+    assert engine.close(60)
 
 
 def test_blocks_of_a_put_under_way_are_not_reused(tiny: Model, slow: SlowStore) -> None:

@@ -76,7 +76,50 @@ def test_chunks_of_an_answer_are_offered_once_at_its_end() -> None:
     bench.add("b", numbers(60, seed=4), count=4 + 65)
     bench.finish()
     # 127 tokens of the one have KV and 128 of the other: the last one sampled never has.
-    assert hook.offered[1:] == [("a", 0, 1), ("b", 0, 2)]
+    assert hook.offered[1:] == [("a", 0, 1), ("b", 1, 2)]
+
+
+def test_what_the_store_did_not_take_is_offered_again_from_own_blocks() -> None:
+    bench, hook = stored()
+    bench.add("a", PROMPT, count=1)
+    bench.add("b", PROMPT, count=1, salt=b"other")
+    hook.kept.clear()
+    bench.finish()
+    assert hook.offered[1:] == [("a", 0, 3), ("b", 0, 3)]
+    bench.add("c", PROMPT, count=1)
+    bench.finish()
+    assert hook.offered[3:] == []
+    hook.offers[1].lost = True  # a's: the store was away
+    bench.add("d", PROMPT, count=1)
+    bench.add("e", PROMPT, count=1, salt=b"other")
+    bench.finish()
+    assert bench.events["d"][0].cache.own_tokens == 192
+    assert hook.offered[3:] == [("d", 0, 3)]
+    bench.add("f", PROMPT, count=1)
+    bench.finish()
+    assert hook.offered[4:] == []
+
+
+def test_what_found_the_queue_full_is_offered_again_from_own_blocks() -> None:
+    bench = Bench(hook=True)
+    assert bench.hook is not None
+    bench.hook.queue_chunks = 1
+    for name in ("a", "b", "c"):
+        bench.add(name, PROMPT, count=1)
+        bench.finish()
+    assert bench.hook.offered == [("a", 0, 1), ("b", 1, 2), ("c", 2, 3)]
+
+
+def test_chunks_of_a_request_that_was_aborted_are_offered_by_the_next() -> None:
+    bench, hook = stored()
+    hook.kept.clear()
+    bench.add("a", PROMPT)
+    bench.step()
+    bench.engine.abort("a")
+    bench.add("b", PROMPT, count=1)
+    bench.finish()
+    assert bench.events["b"][0].cache.own_tokens > 0
+    assert hook.offered[1:] == [("b", 0, 3)]
 
 
 def test_a_late_load_keeps_its_blocks_and_touches_nothing() -> None:

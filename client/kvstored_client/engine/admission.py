@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Literal
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable, OutOfBlocks
-from kvstored_client.engine.prefix_tree import PrefixTree
+from kvstored_client.engine.prefix_tree import Node, PrefixTree
 from kvstored_client.engine.sequence import ChunkKey, Sequence
-from kvstored_client.engine.types import CacheUse, EngineStats, Loaded, StoreHook
+from kvstored_client.engine.types import CacheUse, EngineStats, Loaded, Offer, StoreHook
 
 Outcome = Literal["admitted", "deferred", "no room"]
 
@@ -100,10 +100,23 @@ class Admission:
             sequence.settled += 1
             sequence.table.seal(sequence.settled)
             sequence.computed += CHUNK_TOKENS
-            sequence.stored = max(sequence.stored, sequence.settled)
             if sequence.sampled == 0:
                 own = sequence.cache.own_tokens + CHUNK_TOKENS
                 sequence.cache = replace(sequence.cache, own_tokens=own)
+
+    def first_to_offer(self, sequence: Sequence) -> int:
+        """The first chunk that the store has not been offered, by this sequence or another one, or
+        that it did not take.
+        """
+        nodes, first = _chain(sequence.node), sequence.stored
+        while first < len(nodes) and nodes[first].offered:
+            first += 1
+        return first
+
+    def mark_offered(self, sequence: Sequence, start: int, offer: Offer) -> None:
+        """Chunks from `start` to `sequence.stored` are offered, or came from the store."""
+        for node in _chain(sequence.node)[start : sequence.stored]:
+            node.offer = offer
 
     def take(self, count: int, spare: int = 0) -> list[int]:
         """Take blocks, evicting own prefixes where too few are free. Raises OutOfBlocks, taking
@@ -142,7 +155,6 @@ class Admission:
         sequence.table.seal(len(blocks))
         sequence.node = nodes[-1] if nodes else self.tree.root(salt)
         sequence.settled = len(nodes)
-        sequence.stored = max(sequence.stored, len(nodes))
         sequence.computed = len(nodes) * CHUNK_TOKENS
 
     def _load(self, sequence: Sequence) -> None:
@@ -178,7 +190,9 @@ class Admission:
         table.seal(own + len(loaded.blocks))
         sequence.computed = table.room_tokens
         self.settle(sequence)
-        sequence.stored = max(sequence.stored, sequence.settled)
+        if loaded.blocks:  # it has those before them too
+            sequence.stored = max(sequence.stored, sequence.settled)
+            self.mark_offered(sequence, 0, Offer())
         short = -(-tokens // CHUNK_TOKENS) - len(table.blocks)
         whole_hit = sequence.computed == tokens
         # Blocks of a load that came to nothing are the pool's again, or will be when nothing more
@@ -203,6 +217,16 @@ class Admission:
         sequence.computed -= 1
         if sequence.node.parent is not None:
             sequence.node = sequence.node.parent
+
+
+def _chain(node: Node) -> list[Node]:
+    """The chunks from the first one to `node`; none for a root."""
+    nodes = []
+    above: Node | None = node
+    while above is not None and above.parent is not None:
+        nodes.append(above)
+        above = above.parent
+    return nodes[::-1]
 
 
 def _cache_use(sequence: Sequence, own_tokens: int, loaded: Loaded) -> CacheUse:

@@ -6,7 +6,8 @@
 
 The rules, whatever the engine: ask for whole chunks only; give each load a deadline that is no
 longer than computing would take; let nothing that comes late touch a block that is used again;
-store a chunk once, and only computed tokens; and whatever the store does wrong is a miss.
+store a chunk once, or until the store has taken it, and only computed tokens; and whatever the
+store does wrong is a miss.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.family import family_of
 from kvstored_client.engine.prefix_store import Buffers, PrefixStore
-from kvstored_client.engine.types import Loaded, Request, TakeBlocks
+from kvstored_client.engine.types import Loaded, Offer, Request, TakeBlocks
 from kvstored_client.identity import KVFamily, Prefix
 
 __all__ = ["HookStats", "KVStoreHook", "PrefixStore", "family_of"]
@@ -35,18 +36,23 @@ _log = logging.getLogger(__name__)
 LEAST_DEADLINE_S = 0.05
 """However fast computing may be: a load is given as long as a busy machine takes to answer."""
 
+REFUSED_FOR_GOOD = frozenset(("cap", "length", "too_large"))
+"""Reasons of a put for which offering the same chunks again would come to the same."""
+
 
 @dataclass(slots=True)
 class HookStats:
-    """Sums since the hook was made. `dropped_chunks` found the queue of puts full, `declined` loads
-    would have taken longer than computing, `late` ones had not come by their deadline, `failures`
-    are verbs of the store that raised.
+    """Sums since the hook was made. `dropped_chunks` found the queue of puts full, `refused_chunks`
+    were put and not taken, as all are while the store is away. `declined` loads would have taken
+    longer than computing, `late` ones had not come by their deadline, `failures` are verbs of the
+    store that raised.
     """
 
     loads: int = 0
     loaded_chunks: int = 0
     stored_chunks: int = 0
     dropped_chunks: int = 0
+    refused_chunks: int = 0
     declined: int = 0
     late: int = 0
     failures: int = 0
@@ -59,6 +65,7 @@ class _Put:
     blocks: list[int]
     start: int
     tenant: str
+    offer: Offer
 
 
 class _Load:
@@ -264,7 +271,12 @@ class KVStoreHook:
     # ---- storing ---------------------------------------------------------------------------------
 
     def store(
-        self, request: Request, token_ids: Sequence[int], table: BlockTable, start: int
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        table: BlockTable,
+        start: int,
+        offer: Offer,
     ) -> int:
         """See StoreHook."""
         full = len(token_ids) // CHUNK_TOKENS
@@ -282,7 +294,8 @@ class KVStoreHook:
                 blocks = table.blocks[start:stop]
                 self._pool.hold(blocks)
                 self._room -= len(blocks)
-                self._puts.append(_Put(prefix, blocks, start, request.tenant or self._tenant))
+                tenant = request.tenant or self._tenant
+                self._puts.append(_Put(prefix, blocks, start, tenant, offer))
                 self._changed.notify_all()
         return stop
 
@@ -298,8 +311,11 @@ class KVStoreHook:
                 views = [self._readable(block) for block in put.blocks]
                 done = self._store.put(put.prefix, views, put.start, tenant=put.tenant)
                 self.stats.stored_chunks += done.stored
+                self.stats.refused_chunks += done.refused
+                put.offer.lost = done.refused > 0 and done.reason not in REFUSED_FOR_GOOD
             except Exception:
                 self._failed("store")
+                put.offer.lost = True
             finally:
                 self._pool.drop(put.blocks)
                 with self._changed:

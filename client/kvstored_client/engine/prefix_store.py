@@ -63,6 +63,14 @@ class PutDone(Protocol):
     def stored(self) -> int:
         """Chunks that are now held and were not before."""
 
+    @property
+    def refused(self) -> int:
+        """Chunks that the store did not take."""
+
+    @property
+    def reason(self) -> str:
+        """Why not; "" where it has all."""
+
 
 class PrefixStore(Protocol):
     """The three verbs of KVClient that an engine needs; see there. Buffers are one block each."""

@@ -15,16 +15,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool
+from kvstored_client.engine.types import Offer
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One chunk under one prefix. A root stands for no chunk and has block -1."""
+    """One chunk under one prefix. A root stands for no chunk and has block -1. `offer`: the one by
+    which the store has it, None where it was not offered.
+    """
 
     block: int
     parent: Node | None
     label: bytes
     children: dict[bytes, Node] = field(default_factory=dict)
+    offer: Offer | None = None
+
+    @property
+    def offered(self) -> bool:
+        """Whether the store has the chunk, or is about to, as far as is known."""
+        return self.offer is not None and not self.offer.lost
 
 
 def chunk_label(token_ids: Sequence[int], chunk: int) -> bytes:

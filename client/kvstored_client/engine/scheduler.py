@@ -15,7 +15,7 @@ from itertools import islice
 from kvstored_client.engine.admission import Admission
 from kvstored_client.engine.blocks import CHUNK_TOKENS, OutOfBlocks
 from kvstored_client.engine.sequence import ChunkKey, Sequence
-from kvstored_client.engine.types import EngineLimits, EngineStats, Segment, StoreHook
+from kvstored_client.engine.types import EngineLimits, EngineStats, Offer, Segment, StoreHook
 
 Planned = tuple[Sequence, Segment]
 
@@ -101,14 +101,18 @@ class Scheduler:
             sequence.may_load = True
 
     def offer(self, sequence: Sequence) -> None:
-        """Offer the store the chunks that were computed and not offered before."""
-        computed = sequence.computed - sequence.computed % CHUNK_TOKENS
-        if self._hook is None or sequence.stored * CHUNK_TOKENS >= computed:
+        """Offer the store the chunks that are computed and not offered yet, or that it did not take
+        when they were.
+        """
+        if self._hook is None:
             return
-        tokens = sequence.tokens[:computed]
-        sequence.stored = self._hook.store(
-            sequence.request, tokens, sequence.table, sequence.stored
-        )
+        computed = sequence.computed // CHUNK_TOKENS
+        first = self._admission.first_to_offer(sequence)
+        if first >= computed:
+            return
+        tokens, offer = sequence.tokens[: computed * CHUNK_TOKENS], Offer()
+        sequence.stored = self._hook.store(sequence.request, tokens, sequence.table, first, offer)
+        self._admission.mark_offered(sequence, first, offer)
 
     def _make_room_for_decoding(self) -> None:
         """Give each sequence that decodes the block its token goes to, oldest first. The youngest

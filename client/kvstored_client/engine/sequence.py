@@ -19,11 +19,11 @@ class Sequence:
 
     `tokens`: the prompt and what was sampled; the first `computed` of them have KV in `table`.
     After n sampled tokens that is all but the last. Chunks before `settled` are in the prefix tree,
-    `node` being the last of them; chunks before `stored` were offered to the store or came from
-    there. `pending`, `reserved`, `loading`: the load under way, the blocks taken for what the
-    prompt still needs, and the key of the first chunk that is loaded; `may_load`: the store was not
-    asked yet. `served_at`: the last step that computed part of its prompt. A sequence that waits
-    or was preempted has no blocks at all.
+    `node` being the last of them; chunks before `stored` are not to be offered to the store
+    any more: this sequence has done so, or they came from there. `pending`, `reserved`, `loading`:
+    the load under way, the blocks taken for what the prompt still needs, and the key of the first
+    chunk that is loaded; `may_load`: the store was not asked yet. `served_at`: the last step that
+    computed part of its prompt. A sequence that waits or was preempted has no blocks at all.
     """
 
     request: Request

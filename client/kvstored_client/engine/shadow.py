@@ -17,6 +17,7 @@ import torch
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool, BlockTable
 from kvstored_client.engine.types import (
     Loaded,
+    Offer,
     PendingLoad,
     Request,
     Segment,
@@ -214,10 +215,15 @@ class ShadowedHook:
         return _Watched(self, load, token_ids, start)
 
     def store(
-        self, request: Request, token_ids: Sequence[int], table: BlockTable, start: int
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        table: BlockTable,
+        start: int,
+        offer: Offer,
     ) -> int:
         """See StoreHook."""
-        return self.hook.store(request, token_ids, table, start)
+        return self.hook.store(request, token_ids, table, start, offer)
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """See StoreHook."""

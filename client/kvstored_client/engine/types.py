@@ -188,6 +188,15 @@ class Loaded:
     reason: str = ""
 
 
+@dataclass(eq=False, slots=True)
+class Offer:
+    """Chunks that were offered to the store together. `lost`: it did not take all of them, and may
+    another time. The hook sets it, on any thread; the engine offers them again when it sees it.
+    """
+
+    lost: bool = False
+
+
 class PendingLoad(Protocol):
     """A load under way. Called on the engine's thread; nothing here waits."""
 
@@ -226,11 +235,16 @@ class StoreHook(Protocol):
         """
 
     def store(
-        self, request: Request, token_ids: Sequence[int], table: BlockTable, start: int
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        table: BlockTable,
+        start: int,
+        offer: Offer,
     ) -> int:
         """Queue the full chunks of `token_ids` from chunk `start` on. All their KV is in `table`,
         which may be released at once: the hook holds references of its own. Returns the number
-        of the first chunk that was not queued.
+        of the first chunk that was not queued. `offer` is told what becomes of those that were.
         """
 
     def on_change(self, wake: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 # Everything that is needed from Debian, and only where it is missing.
 APT_PACKAGES := python3-venv
 
-.PHONY: deps demo test lint format proto bench bench-peers bench-striping bench-object mutants local-torture powerloss write-amplification clean
+.PHONY: deps demo test lint format proto bench bench-peers bench-striping bench-object mutants local-torture torture powerloss write-amplification clean
 
 deps: $(STAMP)
 

@@ -166,9 +166,12 @@ class Pooling:
     async def _purge(self, namespace: str, tenant: str, deadline: float) -> int:
         swept = await self.pool.delete_all(namespace, tenant, deadline)
         if swept.outcome is not Outcome.OK:
+            late = swept.outcome is Outcome.DEADLINE
             raise errors.BucketSilent(
                 f"{swept.objects} objects are deleted from the bucket; some may be left "
                 f"({swept.outcome.value})",
-                "call it again once the bucket answers (kvctl tiers)",
+                "call it again: it goes on where it stopped (kvctl --timeout gives it more time)"
+                if late
+                else "call it again once the bucket answers (kvctl tiers)",
             )
         return swept.objects

@@ -19,6 +19,7 @@ from tiers.object_servers import S3Server
 
 from kvstored.io.base import RealFiles
 from kvstored.tiers.object import format as stored
+from kvstored.tiers.object import obstore_bucket
 from kvstored.tiers.object.api import Outcome, Swept
 from kvstored.tiers.object.backend import Entry
 from kvstored.tiers.object.eviction import Candidate, Survey, victims, window
@@ -473,6 +474,30 @@ async def test_a_sweep_that_fails_says_so(local: Bench, verb: str) -> None:
     swept = await make(local).delete_all("default", "x", soon())
     assert swept == Swept(0, Outcome.DENIED)
     local.bucket.fail.clear()
+
+
+@pytest.mark.parametrize("wait_s", [599, 601])
+async def test_a_sweep_of_a_tenant_goes_on_where_it_ran_out_of_time(
+    wait_s: int, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_bucket, "LIST_PAGE", 10)
+    clock = Clock()
+    async with make_bench(bucket_settings("s3", s3_server, tmp_path)) as bench:
+        sweeper = Sweeper(bench.guarded, 4, clock)
+        others = await store(bench, chain(1, 25, tenant="y"))
+        await store(bench, chain(2, 5, tenant="x"))
+        bench.bucket.fail["get"] = [Outcome.OK] * 12 + [Outcome.DEADLINE]
+        first = await sweeper.sweep("default", "x", soon())
+        assert first.outcome is Outcome.DEADLINE
+        bench.bucket.fail.clear()
+        bench.bucket.asked.clear()
+        clock.now += wait_s
+        second = await sweeper.sweep("default", "x", soon())
+        assert (second.outcome, first.objects + second.objects) == (Outcome.OK, 5)
+        assert await bench.paths() == set(others)
+        once_more = 25  # until nothing is found
+        goes_on = bench.bucket.count("get") == 20 + once_more
+        assert goes_on == (wait_s < 600)
 
 
 async def test_a_sweep_meets_what_is_written_meanwhile(local: Bench) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvstored.tiers.object.api import Outcome, Swept
@@ -30,42 +31,88 @@ class Unreadable(Exception):
         self.outcome = outcome
 
 
+GO_ON_S: Final = 600.0
+"""For how long it is known where a sweep stopped that ran out of time."""
+
+MOST_STOPPED: Final = 64
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over all of a namespace, by one call or several. `upto`: all paths up to it are
+    done. `dropped`, `newer`: by all of them.
+    """
+
+    upto: str = ""
+    dropped: int = 0
+    newer: bool = False
+    sorted: bool = True  # so far the listing came in order, as S3 lists
+    until: float = 0.0  # worth going on with
+
+
 class Sweeper:
     """See the module. `parallel`: headers read at once."""
 
-    def __init__(self, bucket: Bucket, parallel: int) -> None:
+    def __init__(
+        self, bucket: Bucket, parallel: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._bucket = bucket
         self._parallel = parallel
+        self._now = now
+        self._stopped: dict[tuple[str, str], _Pass] = {}  # by namespace and tenant
 
     async def sweep(self, namespace: str, tenant: str, deadline: float) -> Swept:
-        """As `Pool.delete_all`."""
+        """As `Pool.delete_all`. Whose an object is only its header tells, and a namespace may have
+        more than can be read by a deadline: the next call goes on where this one stopped.
+        """
         dropped = 0
         for _ in range(ROUNDS):
-            gone, outcome = await self._round(namespace, tenant, deadline)
-            dropped += gone
-            if outcome is not Outcome.OK or not gone:
+            at = self._stopped.pop((namespace, tenant), None)
+            if at is None or at.until < self._now():
+                at = _Pass()
+            before = at.dropped
+            outcome = await self._round(namespace, tenant, deadline, at)
+            dropped += at.dropped - before
+            if outcome is not Outcome.OK:
+                self._remember((namespace, tenant), at)
                 return Swept(dropped, outcome)
+            if at.newer:  # whose it is only a newer version can tell
+                return Swept(dropped, Outcome.CONFLICT)
+            if not at.dropped:
+                return Swept(dropped, Outcome.OK)
         return Swept(dropped, Outcome.EXISTED)  # somebody writes as fast as this drops
 
-    async def _round(self, namespace: str, tenant: str, deadline: float) -> tuple[int, Outcome]:
-        dropped, outcome = 0, Outcome.OK
+    def _remember(self, whose: tuple[str, str], at: _Pass) -> None:
+        if whose[1] and at.sorted:
+            at.until = self._now() + GO_ON_S
+            self._stopped[whose] = at
+            while len(self._stopped) > MOST_STOPPED:
+                del self._stopped[next(iter(self._stopped))]
+
+    async def _round(self, namespace: str, tenant: str, deadline: float, at: _Pass) -> Outcome:
+        """What is left of one pass. OK: it is over."""
+        last = ""
         async for page in self._bucket.list_pages(listing_prefix(namespace), deadline):
             if page.outcome is not Outcome.OK:
-                return dropped, page.outcome
+                return page.outcome
             entries: Sequence[Entry] = page.entries
+            paths = [last, *(entry.path for entry in entries)]
+            at.sorted = at.sorted and paths == sorted(paths)  # a directory's are not
+            last = paths[-1]
+            entries = [entry for entry in entries if entry.path > at.upto or not at.sorted]
             if tenant:
                 try:
                     found = await self.headers(entries, deadline)
                 except Unreadable as error:
-                    return dropped, error.outcome
-                if any(candidate.newer for candidate in found):
-                    outcome = Outcome.CONFLICT  # whose it is only a newer version can tell
+                    return error.outcome
+                at.newer = at.newer or any(candidate.newer for candidate in found)
                 entries = [c.entry for c in found if c.rotten or c.is_of(tenant)]
             failed = await self.drop([entry.path for entry in entries], deadline)
             if failed is not Outcome.OK:
-                return dropped, failed
-            dropped += len(entries)
-        return dropped, outcome
+                return failed
+            at.dropped += len(entries)
+            at.upto = max(at.upto, last) if at.sorted else ""
+        return Outcome.OK
 
     async def drop(self, paths: Sequence[str], deadline: float) -> Outcome:
         """Drop stored objects, all of them if OK."""

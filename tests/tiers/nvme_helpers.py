@@ -50,7 +50,7 @@ async def make_volume(directory: Path, lengths: Sequence[int] = LENGTHS) -> dict
 
 @dataclass
 class Found:
-    """What a reopened volume holds: keys that read well, keys that are named but corrupt, or gone."""
+    """What a reopened volume holds: keys that read well, that are named but corrupt, or gone."""
 
     good: set[bytes] = field(default_factory=set)
     corrupt: set[bytes] = field(default_factory=set)

@@ -269,7 +269,7 @@ async def found_in(directory: Path, files: Files | None = None, use: bool = True
             )
             for row, place in enumerate(recovered.place)
         ]
-        # A delete that was cut off leaves a void header that the index still names, or half of one.
+        # A delete cut off leaves a void header that the index still names, or half of one.
         outcomes = await tier.read(items)
         assert set(outcomes) <= {ReadOutcome.OK, ReadOutcome.GONE, ReadOutcome.CORRUPT}
         assert len({item.key for item in items}) == len(items)

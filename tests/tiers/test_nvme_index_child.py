@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import struct
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from tiers.conformance import KIB, make_sample
 from tiers.nvme_volumes_helpers import World, until
 
 from kvstored.io.base import RealFiles
+from kvstored.io.faults import Fault
 from kvstored.tiers.base import VOLUME_SHIFT, ReadOutcome
+from kvstored.tiers.nvme import draining
 from kvstored.tiers.nvme import index_wire as wire
 from kvstored.tiers.nvme.format import is_small
 from kvstored.tiers.nvme.index import Entry, Environment
@@ -184,6 +187,30 @@ async def test_small_that_kills_one_child_after_the_other_is_made_anew(world: Wo
         assert world.keys() == (kept if times == 3 else kept | lost)
     await world.put_new(200, 8, SMALL)
     assert small_on(world, 1)
+    await world.assert_all_read()
+
+
+async def test_dies_while_its_volume_is_drained(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small objects cannot be read without it: they are not given up for that."""
+    monkeypatch.setattr(draining, "_SLICE_OBJECTS", 4)
+    await world.put_new(1, 12, LARGE)
+    small = await world.put_new(50, 12, SMALL)
+    held = world.keys()
+    gone = next(s for s in small if s in [world.held[p] for p in small_on(world, 1)])
+    assert len(small_on(world, 1)) > 4
+    gate = threading.Event()
+    copying = world.files.inject(Fault("pwritev", f"{world.root}/v0/data", stuck=gate, times=1))
+    await world.tier.drain("v1")
+    await until(lambda: bool(copying.hits))
+    os.kill(child(world, 1).pid, signal.SIGKILL)
+    assert await world.delete([gone])
+    gate.set()
+    await world.becomes(1, VolumeState.DRAINED)
+    assert world.keys() == held - {gone.meta.key}
+    assert not world.on(1)
+    assert world.status(1).errors["index"] == 1
     await world.assert_all_read()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,7 @@ class Move:
         self.seen = 0
         self.moved = 0
 
-    async def slices(self) -> AsyncIterator[Moved]:
+    async def slices(self) -> AsyncGenerator[Moved, None]:
         """Move slice after slice. Each must be handed over before the next is asked for."""
         lengths = self._found.length_bytes.astype(np.int64)
         at, count = 0, len(lengths)

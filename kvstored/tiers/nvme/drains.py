@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -38,9 +39,10 @@ class Drains:
         away: Away,
         start: Callable[[Coroutine[object, object, None]], None],
         ready: Callable[[], Coroutine[object, object, object]],
+        lose: Callable[[Member], None],
     ) -> None:
         """`owner` has the callbacks `on_lost` and `on_found`; `start` runs a task; `ready()` waits
-        until the store takes objects.
+        until the store takes objects; `lose` gives a volume up for now, and opens it anew.
         """
         self._owner = owner
         self._members = members
@@ -48,6 +50,7 @@ class Drains:
         self._arrivals = Arrivals(away)
         self._start = start
         self._ready = ready
+        self._lose = lose
         self._one = asyncio.Lock()  # so that two are not drained to one another
 
     def why(self, member: Member) -> str:
@@ -109,13 +112,25 @@ class Drains:
         await self.out(member, member.tier, merging.numbered(found, member.number))
 
     async def out(self, member: Member, tier: VolumeTier, found: Recovered) -> None:
-        """Move what an open volume holds elsewhere, and have it count as empty from then on."""
+        """Move what an open volume holds elsewhere, and have it count as empty from then on.
+
+        Without its index child small objects cannot be read, though they are there: then it is
+        opened anew, and the move begins again. What was moved already is known to be elsewhere.
+        """
         await self._ready()
         move = draining.Move(self._owner, tier, found, self._lives)
-        async for moved in move.slices():
-            gone = merging.doomed(moved.found, self._away.pending(member.uuid))
-            await move.hand_over(moved, ~gone)
-            member.detail = f"{move.seen} of {len(found.place)} objects seen, {move.moved} moved"
+        async with contextlib.aclosing(move.slices()) as slices:
+            async for moved in slices:
+                gone = merging.doomed(moved.found, self._away.pending(member.uuid))
+                await move.hand_over(moved, ~gone)
+                member.detail = (
+                    f"{move.seen} of {len(found.place)} objects seen, {move.moved} moved"
+                )
+                if tier.index_died:
+                    member.look()
+                    member.detail = f"{tier.index_died}, after {member.detail}"
+                    self._lose(member)
+                    return
         await self._away.void(member.uuid)
         member.take_out()
         try:

@@ -52,7 +52,9 @@ class Volumes:
         self.away = Away(files, registry, patience.note_s)
         self.families = Families(members)
         self.deletes = Deletes(self.away, members)
-        self.drains = Drains(owner, members, self.away, self._start, self._store_is_ready)
+        self.drains = Drains(
+            owner, members, self.away, self._start, self._store_is_ready, self._lose
+        )
         self._arrivals = Arrivals(self.away)
         self._tasks: set[asyncio.Task[None]] = set()
         self._opening = True

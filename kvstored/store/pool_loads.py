@@ -92,6 +92,7 @@ class _Load:
     expected: bool = False  # the bucket was lately seen to have it
     state: int = 0  # why it is of no use, if its memory was refused
     absent: bool = False
+    purged: frozenset[str] = frozenset()  # tenants that were purged since it began
     ended: bool = False
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its header has come, or its end
     waiters: list[tuple[asyncio.Future[Loaded], float]] = field(default_factory=list)
@@ -122,7 +123,7 @@ class PoolLoads:
         self._promote_below_bytes = promote_below_bytes
         self._loads: dict[ObjectName, _Load] = {}
         self._deleting: Counter[tuple[str, bytes]] = Counter()  # (namespace, key)
-        self._purging: Counter[str] = Counter()  # namespaces
+        self._purging: Counter[tuple[str, str]] = Counter()  # (namespace, tenant or "" for all)
         self._known: OrderedDict[ObjectName, tuple[int, float]] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -140,7 +141,7 @@ class PoolLoads:
         for item in wanted:
             future: asyncio.Future[Loaded] = loop.create_future()
             futures.append(future)
-            if (ns.name, item.key) in self._deleting or ns.name in self._purging:
+            if (ns.name, item.key) in self._deleting or (ns.name, "") in self._purging:
                 future.set_result(Loaded(NONE, int(pb.MISS_DELETED)))
                 continue
             name = item.name_in(ns)
@@ -177,17 +178,22 @@ class PoolLoads:
             if not self._deleting[namespace, key]:
                 del self._deleting[namespace, key]
 
-    def begin_purge(self, namespace: str) -> None:
-        """As `begin_delete`, of everything of a namespace."""
-        self._purging[namespace] += 1
+    def begin_purge(self, namespace: str, tenant: str) -> None:
+        """As `begin_delete`, of everything of a namespace, or of one of its tenants unless "":
+        whose an object is its header tells, so others' come as before.
+        """
+        self._purging[namespace, tenant] += 1
         for load in [load for load in self._loads.values() if load.ns.name == namespace]:
-            self._end(load, NONE, int(pb.MISS_DELETED))
+            if tenant:
+                load.purged |= {tenant}
+            else:
+                self._end(load, NONE, int(pb.MISS_DELETED))
 
-    def end_purge(self, namespace: str) -> None:
+    def end_purge(self, namespace: str, tenant: str) -> None:
         """The twin of `begin_purge`."""
-        self._purging[namespace] -= 1
-        if not self._purging[namespace]:
-            del self._purging[namespace]
+        self._purging[namespace, tenant] -= 1
+        if not self._purging[namespace, tenant]:
+            del self._purging[namespace, tenant]
 
     async def close(self) -> None:
         """End the loads under way; their waiters have missed."""
@@ -200,6 +206,7 @@ class PoolLoads:
 
     def _new(self, ns: Namespace, wanted: Wanted, name: ObjectName, deadline: float) -> _Load:
         load = self._loads[name] = _Load(ns, wanted, name, deadline, wanted.exact_bytes)
+        load.purged = frozenset(tenant for space, tenant in self._purging if space == ns.name)
         known = self._known.pop(name, None)
         if known is not None and known[1] > time.monotonic():
             load.expected = True
@@ -331,7 +338,9 @@ class PoolLoads:
     @staticmethod
     def _fits(load: _Load, meta: ObjectMeta) -> bool:
         """Whether the object is of use here; else `load.state` says why not."""
-        if 0 < meta.expires_ms <= now_ms():
+        if meta.tenant in load.purged:
+            load.state = int(pb.MISS_DELETED)
+        elif 0 < meta.expires_ms <= now_ms():
             load.state = int(pb.MISS_EXPIRED)
         elif meta.length_bytes > load.wanted.most_bytes:
             load.state = int(pb.MISS_DECLINED)
@@ -342,6 +351,9 @@ class PoolLoads:
         if load.ended:
             return False
         if fetched.outcome is Outcome.OK and fetched.meta is not None:
+            if fetched.meta.tenant in load.purged:  # while its bytes were coming
+                self._end(load, NONE, int(pb.MISS_DELETED))
+                return False
             return self._publish(load, place, fetched.meta)
         if fetched.outcome is Outcome.CORRUPT:
             self._residency.accounts.checksum_failures["object"] += 1

@@ -155,13 +155,13 @@ class Pooling:
         by `here`, and from the bucket, whichever node stored it. What `here` gave, and how many
         objects the bucket dropped. Raises KvstoredError where some may be left.
         """
-        self.loads.begin_purge(namespace)
+        self.loads.begin_purge(namespace, tenant)
         try:
             chunks = await here()
             self.offering.forget()
             return chunks, await self._purge(namespace, tenant, deadline)
         finally:
-            self.loads.end_purge(namespace)
+            self.loads.end_purge(namespace, tenant)
 
     async def _purge(self, namespace: str, tenant: str, deadline: float) -> int:
         swept = await self.pool.delete_all(namespace, tenant, deadline)

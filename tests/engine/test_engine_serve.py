@@ -282,6 +282,23 @@ def test_bodies_that_are_none(
     assert says in answer["error"]["message"]
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    served: Served, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = served.engine.limit_tokens * 2  # tokens are pairs of letters
+    with pytest.raises(openai.BadRequestError, match="tokens and 16 more do not fit"):
+        client.completions.create(prompt="a" * longest, **GREEDY)
+    monkeypatch.setattr(served.tokenizer, "encode", None)
+    for path, prompt in (
+        ("completions", {"prompt": "a" * (longest + 1)}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * longest}]}),
+    ):
+        status, answer, _ = post(served, f"/v1/{path}", json.dumps({**GREEDY, **prompt}).encode())
+        assert status == 400
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "characters do not fit" in answer["error"]["message"]
+
+
 def test_models_health_and_metrics(served: Served, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).owned_by == "kvstored"

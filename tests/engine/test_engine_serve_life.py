@@ -48,6 +48,17 @@ def test_more_requests_than_there_are_places_are_refused_before_they_are_read() 
         assert client.completions.create(**GREEDY).choices[0].text
 
 
+def test_a_body_that_does_not_come_gives_its_place_back() -> None:
+    begun = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\ncontent-type: application/json\r\n"
+    with serving(letter_engine(), body_wait_s=0.05) as served:
+        with socket.create_connection(("127.0.0.1", served.port), GIVE_UP_S) as slow:
+            slow.sendall(begun + b'content-length: 100\r\n\r\n{"model')
+            answer = b"".join(iter(lambda: slow.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"only 7 bytes of the body came in 0.05 s" in answer
+        served.wait_idle()
+
+
 def test_a_client_that_goes_in_mid_stream_frees_its_blocks() -> None:
     with serving(letter_engine()) as served, served.client() as client:
         stream = client.completions.create(max_tokens=LONG, stream=True, **GREEDY)

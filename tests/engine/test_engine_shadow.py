@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from engine_served import SPEC
 from engine_support import NO_EOS, TINY, DictStore, same_bits, tiny_model, tiny_prompt
 
 from kvstored_client.engine.blocks import CHUNK_TOKENS, BlockPool
@@ -16,7 +17,12 @@ from kvstored_client.engine.family import family_of
 from kvstored_client.engine.hook import KVStoreHook
 from kvstored_client.engine.model import Model
 from kvstored_client.engine.sampler import Sampling
+from kvstored_client.engine.server.metrics import Metrics
+from kvstored_client.engine.server.runner import EngineRunner
+from kvstored_client.engine.server.service import Service
+from kvstored_client.engine.server.weights import WeightUpdater
 from kvstored_client.engine.shadow import ShadowedHook
+from kvstored_client.engine.tokenizer import Tokenizer
 from kvstored_client.engine.types import EngineLimits, Segment
 
 WEIGHTS = "cd" * 32
@@ -84,6 +90,22 @@ def test_a_wrong_chunk_is_counted_and_said_once(
     assert shadow.checked.largest_difference == pytest.approx(0.25)
     (record,) = caplog.records
     assert "chunk 1 of a hit differs" in record.message
+    assert engine.close(PUT_S)
+
+
+def test_what_was_checked_is_on_the_metrics_page(tiny: Model, store: DictStore) -> None:
+    engine, _ = checking(tiny, store)
+    spoil(store, 1)
+    engine.generate(PROMPT, SHORT)
+    runner = EngineRunner(engine)
+    service = Service(runner, Tokenizer(SPEC), "tiny")
+    page = Metrics(service, WeightUpdater(runner, None)).text().decode().splitlines()
+    service.close()
+    assert "kvstored_engine_shadow_checks_total 1.0" in page
+    assert "kvstored_engine_shadow_mismatched_chunks_total 1.0" in page
+    (largest,) = (line for line in page if line.startswith("kvstored_engine_shadow_largest"))
+    assert float(largest.removeprefix("kvstored_engine_shadow_largest_difference ")) > 0
+    assert any(line.startswith("kvstored_engine_store_loaded_chunks_total ") for line in page)
     assert engine.close(PUT_S)
 
 

@@ -91,6 +91,18 @@ def test_texts_and_chats_encode_as_transformers_do(folder: Path, ours: Tokenizer
     assert ours.eos_ids == (2,)
 
 
+def test_what_a_file_says_of_batches_does_not_cut_a_prompt(folder: Path, tmp_path: Path) -> None:
+    batches = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    batches.enable_truncation(4)
+    batches.enable_padding(length=64)
+    batches.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(TokenizerFiles(folder / "tokenizer.json", "", {}, ()))
+    cut = Tokenizer(TokenizerFiles(tmp_path / "tokenizer.json", "", {}, ()))
+    text = "one two three four five six seven"
+    assert len(ours.encode(text)) > 4
+    assert cut.encode(text) == ours.encode(text)
+
+
 def test_messages_a_template_refuses_are_the_callers_mistake(ours: Tokenizer) -> None:
     for messages, message in [
         ([{"role": "robot", "content": "x"}], "no role robot"),

@@ -49,6 +49,11 @@ class Tokenizer:
             self._tokenizer = _from_gguf(source)
             self._special = {}
             self.eos_ids = (source.eos_id,)
+        # What the file says of batches: a prompt that is cut short would be another prompt.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.longest_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """No token of a text stands for more characters, but for one that means unknown."""
         self._template = _compiled(source.chat_template) if source.chat_template else None
 
     @property

@@ -18,14 +18,18 @@ from kvstored_client.engine.server.service import Service
 from kvstored_client.engine.server.weights import WeightUpdater
 
 
-def make_app(service: Service, updater: WeightUpdater) -> Starlette:
-    """The application. Every error is answered in OpenAI's form."""
-    routes = _Routes(service, updater)
+def make_app(service: Service, updater: WeightUpdater, body_wait_s: float) -> Starlette:
+    """The application. Every error is answered in OpenAI's form. `body_wait_s`: how long a request
+    may take to send its body.
+    """
+    routes = _Routes(service, updater, body_wait_s)
+    complete = Completions(service, parse_completion, body_wait_s)
+    chat = Completions(service, parse_chat, body_wait_s)
     post, get = ["POST"], ["GET"]
     return Starlette(
         routes=[
-            Route("/v1/completions", Completions(service, parse_completion), methods=post),
-            Route("/v1/chat/completions", Completions(service, parse_chat), methods=post),
+            Route("/v1/completions", complete, methods=post),
+            Route("/v1/chat/completions", chat, methods=post),
             Route("/v1/models", routes.models, methods=get),
             Route("/v1/models/{name:path}", routes.model, methods=get),
             Route("/v1/update_weights", routes.update_weights, methods=post),
@@ -43,8 +47,9 @@ def make_app(service: Service, updater: WeightUpdater) -> Starlette:
 class _Routes:
     """The routes that do not compute."""
 
-    def __init__(self, service: Service, updater: WeightUpdater) -> None:
+    def __init__(self, service: Service, updater: WeightUpdater, body_wait_s: float) -> None:
         self._service = service
+        self._body_wait_s = body_wait_s
         self._updater = updater
         self._metrics = Metrics(service, updater)
 
@@ -59,7 +64,8 @@ class _Routes:
 
     async def update_weights(self, request: Request) -> Response:
         self._service.check_running()
-        epoch = await self._updater.update(Fields.parse(await read_json(request)))
+        body = await read_json(request, self._body_wait_s)
+        epoch = await self._updater.update(Fields.parse(body))
         return JSONResponse({"model": self._service.model_name, "weights_epoch": epoch})
 
     async def metrics(self, request: Request) -> Response:

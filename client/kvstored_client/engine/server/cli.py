@@ -53,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     option("--namespace", default="default")
     option("--token-file", metavar="FILE", help="as without `serve`")
     option("--no-store", action="store_true", help="do not use kvstored")
+    option(
+        "--shadow-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="part of the hits to compute again and compare (default: 0)",
+    )
     option("--kv-mib", type=int, default=1024, metavar="N", help="memory for KV blocks, in MiB")
     option("--max-running", type=int, default=16, metavar="N", help="requests computed at a time")
     option("--max-waiting", type=int, default=256, metavar="N", help="requests queued beside them")
@@ -144,6 +151,7 @@ def _made(
         weights=weights,
         limits=EngineLimits(arguments.max_running, arguments.max_waiting, arguments.prefill_tokens),
         blocks=blocks,
+        shadow_fraction=arguments.shadow_fraction,
     )
     loads = _loader(arguments, path, model) if arguments.allow_weight_updates else None
     settings = ServerSettings(

@@ -17,7 +17,12 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvstored_client.engine.server import answers
-from kvstored_client.engine.server.errors import ApiError, BodyTooLarge, UnsupportedMediaType
+from kvstored_client.engine.server.errors import (
+    ApiError,
+    BodyTooLarge,
+    BodyTooSlow,
+    UnsupportedMediaType,
+)
 from kvstored_client.engine.server.fields import Fields
 from kvstored_client.engine.server.protocol import Call, parse_tenant
 from kvstored_client.engine.server.service import Answer, Service
@@ -31,15 +36,16 @@ Parse = Callable[[Fields, str], Call]
 class Completions:
     """One such route, as an ASGI application: it has a place from its first byte to its last."""
 
-    def __init__(self, service: Service, parse: Parse) -> None:
+    def __init__(self, service: Service, parse: Parse, body_wait_s: float) -> None:
         self._service = service
         self._parse = parse
+        self._body_wait_s = body_wait_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. Raises ApiError while nothing has been sent."""
         request = Request(scope, receive)
         with self._service.place(), contextlib.suppress(ClientDisconnect):
-            fields = Fields.parse(await read_json(request))
+            fields = Fields.parse(await read_json(request, self._body_wait_s))
             call = self._parse(fields, parse_tenant(request.headers.get("x-tenant")))
             answer = await self._service.begin(call)
             try:
@@ -54,18 +60,22 @@ class Completions:
                 answer.close()
 
 
-async def read_json(request: Request) -> bytes:
-    """The body. Raises BodyTooLarge, and UnsupportedMediaType: a web page can make a browser send
-    a form or text to this port, but not JSON.
+async def read_json(request: Request, wait_s: float) -> bytes:
+    """The body. Raises BodyTooLarge, BodyTooSlow after `wait_s`, and UnsupportedMediaType: a web
+    page can make a browser send a form or text to this port, but not JSON.
     """
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
         raise UnsupportedMediaType(f"the content type must be application/json, not {declared!r}")
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"a body may have {MAX_BODY_BYTES} bytes at most")
+    try:
+        async with asyncio.timeout(wait_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise BodyTooLarge(f"a body may have {MAX_BODY_BYTES} bytes at most")
+    except TimeoutError as error:
+        raise BodyTooSlow(f"only {len(body)} bytes of the body came in {wait_s:g} s") from error
     return bytes(body)
 
 

@@ -54,6 +54,13 @@ class MethodNotAllowed(BadRequest):
     status = 405
 
 
+class BodyTooSlow(BadRequest):
+    """The body has not come in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class Conflict(BadRequest):
     """Something that excludes it is under way."""
 

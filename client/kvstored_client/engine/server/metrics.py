@@ -69,7 +69,8 @@ class Metrics(Collector):
         )
         yield _gauge("weights_epoch", "Epoch of the weights", self._updater.weights_epoch)
         yield self._ttft()
-        yield from _hook_sums(engine.hook)
+        yield from _sums("store", "The hook's", getattr(engine.hook, "stats", None))
+        yield from _sums("shadow", "The shadow check's", getattr(engine.hook, "checked", None))
 
     def _ttft(self) -> Metric:
         buckets, below = [], 0
@@ -85,23 +86,25 @@ class Metrics(Collector):
         )
 
 
-def _hook_sums(hook: object) -> Iterator[Metric]:
-    """Every number among the sums that a hook keeps; those by tier with the tier as a label."""
-    stats = getattr(hook, "stats", None)
+def _sums(prefix: str, whose: str, stats: object) -> Iterator[Metric]:
+    """Every number among the sums that a hook keeps; those by tier with the tier as a label, and
+    what is the largest of its kind as a gauge.
+    """
     if not dataclasses.is_dataclass(stats):
         return
     for field in dataclasses.fields(stats):
         value = getattr(stats, field.name)
-        what = f"The hook's {field.name.replace('_', ' ')}"
+        what = f"{whose} {field.name.replace('_', ' ')}"
+        name = f"{prefix}_{field.name}"
         if isinstance(value, Mapping):
-            by_tier = CounterMetricFamily(
-                f"kvstored_engine_store_{field.name}", what, labels=["tier"]
-            )
+            by_tier = CounterMetricFamily(f"kvstored_engine_{name}", what, labels=["tier"])
             for tier, amount in dict(value).items():
                 by_tier.add_metric([str(tier)], amount)
             yield by_tier
-        elif isinstance(value, (int, float)):
-            yield _counter(f"store_{field.name}", what, value)
+        elif isinstance(value, float):
+            yield _gauge(name, what, value)
+        elif isinstance(value, int):
+            yield _counter(name, what, value)
 
 
 def _counter(name: str, what: str, value: float) -> Metric:

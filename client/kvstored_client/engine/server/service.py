@@ -192,8 +192,22 @@ class Service:
         if call.token_ids is not None:
             return list(call.token_ids)
         if call.text is not None:
+            self._check_length(call.text, call)
             return self.tokenizer.encode(call.text, with_special=True)
         try:
-            return self.tokenizer.chat(call.messages or ())
+            text = self.tokenizer.chat_text(call.messages or ())
         except ChatError as error:
             raise BadRequest(str(error), "messages") from error
+        self._check_length(text, call)
+        return self.tokenizer.encode(text)
+
+    def _check_length(self, text: str, call: Call) -> None:
+        """Refuse what cannot fit before seconds go into finding out how many tokens it is."""
+        tokens = self.runner.engine.limit_tokens
+        most = tokens * self.tokenizer.longest_token_chars
+        if len(text) > most:
+            raise BadRequest(
+                f"{len(text)} characters do not fit into {tokens} tokens; those hold {most}",
+                call.prompt_field,
+                "context_length_exceeded",
+            )

@@ -31,13 +31,15 @@ _CLOSE_CONNECTIONS_S = 5
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
     """How to serve. `grace_s`: how long requests under way may take when the server stops;
-    `put_wait_s`: how long the hook may take then.
+    `put_wait_s`: how long the hook may take then. `body_wait_s`: how long a request may take to
+    send its body.
     """
 
     model_name: str
     load_weights: LoadModel | None = None
     grace_s: float = 30.0
     put_wait_s: float = 30.0
+    body_wait_s: float = 60.0
 
 
 class EngineServer(uvicorn.Server):
@@ -51,7 +53,7 @@ class EngineServer(uvicorn.Server):
         self.service = Service(self.runner, tokenizer, settings.model_name)
         updater = WeightUpdater(self.runner, settings.load_weights)
         config = uvicorn.Config(
-            make_app(self.service, updater),
+            make_app(self.service, updater, settings.body_wait_s),
             http="h11",
             ws="none",
             lifespan="off",

@@ -352,7 +352,7 @@ async def test_a_bucket_that_fails_stops_a_run_and_not_the_janitor(local: Bench,
     else:
         # the first delete is of the lease's last number
         fine = [Outcome.OK] if verb == "delete" else []
-        local.bucket.fail[verb] = [*fine, *[Outcome.SERVER] * 2]
+        local.bucket.fail[verb] = [*fine, *[Outcome.NETWORK] * 2]
     before = await local.paths()
     await janitor.turn()
     assert janitor.inventory.words.startswith("stopped: ")
@@ -498,6 +498,22 @@ async def test_a_sweep_of_a_tenant_goes_on_where_it_ran_out_of_time(
         once_more = 25  # until nothing is found
         goes_on = bench.bucket.count("get") == 20 + once_more
         assert goes_on == (wait_s < 600)
+
+
+async def test_what_the_server_has_lost_keeps_nothing_else_from_going(local: Bench) -> None:
+    mine = await store(local, chain(1, 20, tenant="x"))
+    local.bucket.fail["get"] = [Outcome.SERVER] * 2
+    swept = await Sweeper(local.guarded, 1).sweep("default", "x", soon())
+    assert swept == Swept(18, Outcome.SERVER)
+    lost = await local.paths()
+    assert len(lost) == 2
+    await store(local, chain(2, 10, nbytes=4096))
+    local.bucket.fail["get"] = [Outcome.SERVER] * 2
+    janitor = make(local, cap_bytes=6 * 8192)
+    await janitor.turn()
+    assert janitor.dropped_objects >= 6
+    assert lost < set(mine)
+    assert not lost & await local.paths(), "by their age"
 
 
 async def test_a_sweep_meets_what_is_written_meanwhile(local: Bench) -> None:

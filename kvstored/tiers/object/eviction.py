@@ -53,18 +53,19 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A stored object with what its header says: None where that is damaged, or of a version that
-    is not known here (`newer`).
+    """A stored object with what its header says: None where that is damaged, is of a version that
+    is not known here (`newer`), or was not given (`unread`).
     """
 
     entry: Entry
     meta: ObjectMeta | None
     newer: bool = False
+    unread: bool = False
 
     @property
     def rotten(self) -> bool:
         """Whether it is of no use to anybody."""
-        return self.meta is None and not self.newer
+        return self.meta is None and not self.newer and not self.unread
 
     def is_of(self, tenant: str) -> bool:
         """Whether it is known to be a tenant's."""
@@ -123,7 +124,7 @@ def _in_order(candidates: Iterable[Candidate]) -> list[_Chunk]:
     chunks: dict[_ChunkId, _Chunk] = {}
     for candidate in candidates:
         meta, entry = candidate.meta, candidate.entry
-        if meta is None:  # of a newer version: nothing is known of it but its age
+        if meta is None:  # of a newer version, or unread: nothing is known of it but its age
             chunks["", b"", entry.path.encode()] = _Chunk(
                 0, ("", b"", b""), entry.modified_ms, [entry]
             )

@@ -22,6 +22,11 @@ ROUNDS: Final = 4
 
 REQUEST_TIMEOUT_S: Final = 30.0
 
+MOST_UNREAD: Final = 8
+"""Headers, of up to a thousand, that a server may fail to give for these objects' sake alone."""
+
+_OF_ONE_OBJECT: Final = frozenset({Outcome.SERVER, Outcome.SHORT, Outcome.LONG})
+
 
 class Unreadable(Exception):
     """A header could not be read; `outcome` says why."""
@@ -40,12 +45,12 @@ MOST_STOPPED: Final = 64
 @dataclass(slots=True)
 class _Pass:
     """One pass over all of a namespace, by one call or several. `upto`: all paths up to it are
-    done. `dropped`, `newer`: by all of them.
+    done. `dropped`: by all of them.
     """
 
     upto: str = ""
     dropped: int = 0
-    newer: bool = False
+    unsure: Outcome = Outcome.OK  # something is left of which nobody can say whose it is
     sorted: bool = True  # so far the listing came in order, as S3 lists
     until: float = 0.0  # worth going on with
 
@@ -76,8 +81,8 @@ class Sweeper:
             if outcome is not Outcome.OK:
                 self._remember((namespace, tenant), at)
                 return Swept(dropped, outcome)
-            if at.newer:  # whose it is only a newer version can tell
-                return Swept(dropped, Outcome.CONFLICT)
+            if at.unsure is not Outcome.OK:
+                return Swept(dropped, at.unsure)
             if not at.dropped:
                 return Swept(dropped, Outcome.OK)
         return Swept(dropped, Outcome.EXISTED)  # somebody writes as fast as this drops
@@ -105,7 +110,10 @@ class Sweeper:
                     found = await self.headers(entries, deadline)
                 except Unreadable as error:
                     return error.outcome
-                at.newer = at.newer or any(candidate.newer for candidate in found)
+                if any(candidate.unread for candidate in found):
+                    at.unsure = Outcome.SERVER
+                elif any(candidate.newer for candidate in found):
+                    at.unsure = Outcome.CONFLICT  # only a newer version can tell
                 entries = [c.entry for c in found if c.rotten or c.is_of(tenant)]
             failed = await self.drop([entry.path for entry in entries], deadline)
             if failed is not Outcome.OK:
@@ -124,14 +132,23 @@ class Sweeper:
 
     async def headers(self, entries: Sequence[Entry], deadline: float) -> list[Candidate]:
         """What the headers of stored objects say. What has gone meanwhile counts as rotten. Raises
-        Unreadable as soon as the bucket does not give one.
+        Unreadable as soon as the bucket does not give one, but for a few that a server which gives
+        others fails to give: what its disks have lost must not keep all else from being dropped.
         """
         found: dict[int, Candidate] = {}
+        unread = 0
         waiting = iter(enumerate(entries))
 
         async def work() -> None:
+            nonlocal unread
             for at, entry in waiting:
-                found[at] = await self._header(entry, deadline)
+                try:
+                    found[at] = await self._header(entry, deadline)
+                except Unreadable as error:
+                    unread += 1
+                    if error.outcome not in _OF_ONE_OBJECT or unread > MOST_UNREAD:
+                        raise
+                    found[at] = Candidate(entry, None, unread=True)
 
         workers = [asyncio.ensure_future(work()) for _ in range(min(self._parallel, len(entries)))]
         try:

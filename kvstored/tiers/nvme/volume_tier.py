@@ -11,11 +11,10 @@ import errno
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from kvstored.errors import DataDirectoryError, KvstoredError
 from kvstored.io.base import Files, RealFiles
@@ -37,21 +36,20 @@ from kvstored.tiers.nvme.changes import IO_ERRORS, Changes, Parts
 from kvstored.tiers.nvme.columns import columns
 from kvstored.tiers.nvme.contents import Listed, list_after
 from kvstored.tiers.nvme.device import DataFile
+from kvstored.tiers.nvme.finishing import Finishing
+from kvstored.tiers.nvme.footprint import Footprint
 from kvstored.tiers.nvme.format import SMALL_BIT, is_small
+from kvstored.tiers.nvme.readers import Readers
 from kvstored.tiers.nvme.reads import Job, ReadRate, Reads
 from kvstored.tiers.nvme.recovery import Recovery, recover
+from kvstored.tiers.nvme.reserving import AHEAD_BYTES, Reserving
 from kvstored.tiers.nvme.slots import PlaceState
-from kvstored.tiers.nvme.space import NeedsRegion, Space
+from kvstored.tiers.nvme.space import Space
 from kvstored.tiers.nvme.volume import Settings, Volume, open_volume
 
 _log = logging.getLogger(__name__)
 
 _DELETES_AT_ONCE = 256
-
-AHEAD_BYTES = 512 << 20
-"""As much as a device takes while it makes regions ready, whose syncs wait for all of that."""
-
-R = TypeVar("R")
 
 
 class DeleteNotDurable(KvstoredError):
@@ -101,14 +99,11 @@ class VolumeTier(Tier):
         self._namespace_cap = namespace_cap
         self._troubles: dict[str, str] = {}
         self._troubles_lock = threading.Lock()
-        self._readers: Counter[int] = Counter()
-        self._drained: dict[int, asyncio.Future[None]] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
-        self._ahead: dict[int, asyncio.Task[bool]] = {}  # regions that are made ready, by slot size
+        self._readers = Readers()
+        self._works = Finishing()
         self._down = True
         self._opened = False
         self._died = ""
-        self._measuring = False
         self.vanished = ""
         """What of the volume's files is not what was opened, once that was seen, in words: the
         volume takes nothing more. "" while all is well.
@@ -189,7 +184,7 @@ class VolumeTier(Tier):
     @property
     def making_ready(self) -> bool:
         """Whether regions are being given a slot size before they are needed."""
-        return bool(self._ahead)
+        return self._opened and self._reserving.making_ready
 
     def namespace_charged_bytes(self, namespace: str) -> int:
         """What a namespace's objects and reservations are charged on this volume."""
@@ -206,7 +201,7 @@ class VolumeTier(Tier):
             return TierUsage(self._settings.cap_bytes, 0, 0, 0)
         space = self._space
         return TierUsage(
-            self._volume.cap_bytes, self._footprint, space.charged_bytes, space.objects
+            self._volume.cap_bytes, self._footprint.held_bytes, space.charged_bytes, space.objects
         )
 
     def charge_bytes(self, length_bytes: int) -> int:
@@ -261,7 +256,9 @@ class VolumeTier(Tier):
         self._space = Space(found.table, self._volume.plan, self._namespace_cap)
         self._space.load(found.index, found.small)
         self._index, self._small = found.index_env, found.small_env
-        self._footprint = self._volume.footprint_bytes()
+        self._footprint = Footprint(
+            self._volume.footprint_bytes, self._syncs, self._note, self._works
+        )
         parts = Parts(
             self._volume.data,
             self._index,
@@ -275,7 +272,9 @@ class VolumeTier(Tier):
         )
         self._changes = Changes(parts, self._volume.plan, found.sequence, found.table_sequence)
         self._reads = Reads(self._volume.data, self._small, self._note, self._read_threads)
-        self._reserving = asyncio.Lock()
+        self._reserving = Reserving(
+            self._space, self._changes, self._works, self._takes_nothing, self._ahead_bytes
+        )
         self._down = False
         self._opened = True
         return columns(found.index, found.small, dict(found.dropped))
@@ -320,8 +319,7 @@ class VolumeTier(Tier):
         if self._down:
             return
         self._down = True
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._works.ended()
         await self._reads.close()
         await self._changes.close()
         self._io.shutdown(wait=True)
@@ -336,78 +334,16 @@ class VolumeTier(Tier):
         finally:
             self._volume.close()
 
-    async def _finish(
-        self, work: Coroutine[object, object, R], stop: threading.Event | None = None
-    ) -> R:
-        """Run to the end even if the caller is cancelled, and only then say so to it.
-
-        `stop` is set on cancellation, for work that may end early.
-        """
-        task: asyncio.Task[R] = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if stop is not None:
-                stop.set()
-            while not task.done():
-                try:
-                    await asyncio.wait({task})
-                except asyncio.CancelledError:
-                    continue  # the buffers are still in use, however often we are asked
-            raise
-
     # ---- reserve ------------------------------------------------------------------------------
 
     async def reserve(self, namespace: str, lengths_bytes: Sequence[int]) -> list[int | NoRoom]:
         """See Tier."""
-        places: list[int] = []
-        if self._down or self.vanished:
+        if self._takes_nothing():
             return [NoRoom.DOWN] * len(lengths_bytes)
-        try:
-            async with self._reserving:
-                while len(places) < len(lengths_bytes):
-                    taken, why = self._space.take(namespace, lengths_bytes[len(places) :])
-                    places += taken
-                    if isinstance(why, NeedsRegion):
-                        why = None if await self._dedicate(why) else NoRoom.DOWN
-                    if why is not None:
-                        return [*places, *[why] * (len(lengths_bytes) - len(places))]
-            for length in set(lengths_bytes):
-                self._look_ahead(length)
-        except asyncio.CancelledError:
-            self.cancel(places)
-            raise
-        return list(places)
+        return await self._reserving.reserve(namespace, lengths_bytes)
 
-    async def _dedicate(self, needed: NeedsRegion) -> bool:
-        ahead = self._ahead.get(needed.slot_bytes)
-        if ahead is not None:
-            await asyncio.wait([ahead])
-            return not self._down
-        return await self._finish(self._changes.dedicate([needed.region], needed.slot_bytes))
-
-    def _look_ahead(self, length_bytes: int) -> None:
-        """Make more regions ready where slots for such objects are getting scarce: else the writes
-        that need them would wait for their syncs, each of which waits for all that is written.
-        """
-        slot_bytes, regions = self._space.needs_soon(length_bytes, self._ahead_bytes)
-        if not regions or slot_bytes in self._ahead:
-            return
-        for region in regions:
-            self._space.slots.claim(region)
-        task = asyncio.get_running_loop().create_task(
-            self._changes.dedicate(regions, slot_bytes, opened=True)
-        )
-        self._ahead[slot_bytes] = task
-        self._tasks.add(task)
-
-        def ended(task: asyncio.Task[bool]) -> None:
-            del self._ahead[slot_bytes]
-            self._tasks.discard(task)
-
-        task.add_done_callback(ended)
+    def _takes_nothing(self) -> bool:
+        return self._down or bool(self.vanished)
 
     def crowded(self, length_bytes: int) -> list[range]:
         """See Tier."""
@@ -415,10 +351,7 @@ class VolumeTier(Tier):
 
     def cancel(self, places: Sequence[int]) -> None:
         """See Tier."""
-        for place in places:
-            if self._space.state(place) is not PlaceState.RESERVED:
-                raise ValueError(f"place {place:#x} is not reserved")
-        self._space.release(places)
+        self._reserving.cancel(places)
 
     # ---- write and delete ---------------------------------------------------------------------
 
@@ -430,8 +363,9 @@ class VolumeTier(Tier):
             _check(item)
         if self._down:
             return [WriteOutcome.DOWN] * len(items)
-        outcomes = await self._finish(self._changes.write(items))
-        self._measure()
+        outcomes = await self._works.finish(self._changes.write(items))
+        if not self._down:
+            self._footprint.measure()
         return outcomes
 
     async def delete(self, places: Sequence[int]) -> None:
@@ -442,7 +376,7 @@ class VolumeTier(Tier):
             if self._space.state(place) is not PlaceState.LIVE:
                 raise ValueError(f"place {place:#x} holds no object")
         self._space.set_states(places, PlaceState.LEAVING)
-        left = await self._finish(self._delete(list(places)))
+        left = await self._works.finish(self._delete(list(places)))
         if left:
             raise DeleteNotDurable(
                 f"{len(left)} deletes could not be made durable: {self.health}",
@@ -454,29 +388,9 @@ class VolumeTier(Tier):
         for at in range(0, len(places), _DELETES_AT_ONCE):
             some = places[at : at + _DELETES_AT_ONCE]
             for place in some:
-                if self._readers[place]:
-                    loop = asyncio.get_running_loop()
-                    await self._drained.setdefault(place, loop.create_future())
+                await self._readers.none(place)
             left += await self._changes.delete(some)
         return left
-
-    def _measure(self) -> None:
-        """Look at the files again: the file system's own bookkeeping for them grows a little."""
-        loop = asyncio.get_running_loop()
-        if not self._down and not self._measuring:
-            self._measuring = True
-            task = loop.create_task(self._measure_once())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _measure_once(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            self._footprint = await loop.run_in_executor(self._syncs, self._volume.footprint_bytes)
-        except OSError as error:
-            self._note("stat", error)
-        finally:
-            self._measuring = False
 
     # ---- read ---------------------------------------------------------------------------------
 
@@ -492,7 +406,7 @@ class VolumeTier(Tier):
                 arrived(i, outcome, pieces)
 
         def settle_read(i: int, outcome: ReadOutcome, pieces: bytes) -> None:
-            self._reader_gone(items[i].place)
+            self._readers.went(items[i].place)
             settle(i, outcome, pieces)
 
         jobs: list[Job] = []
@@ -504,7 +418,7 @@ class VolumeTier(Tier):
             else:
                 elsewhere.append(i)
         for job in jobs:
-            self._readers[job.item.place] += 1
+            self._readers.came(job.item.place)
         for i in elsewhere:
             settle(i, ReadOutcome.DOWN if self._down else ReadOutcome.CORRUPT, b"")
         await self._reads.read(jobs, settle_read)
@@ -558,21 +472,13 @@ class VolumeTier(Tier):
         entry = self._space.entry(item.place)
         return entry is None or layout.slot_bytes(item.length_bytes) <= entry.slot_bytes
 
-    def _reader_gone(self, place: int) -> None:
-        self._readers[place] -= 1
-        if not self._readers[place]:
-            del self._readers[place]
-            waiting = self._drained.pop(place, None)
-            if waiting is not None:
-                waiting.set_result(None)
-
     # ---- families -----------------------------------------------------------------------------
 
     async def remember_family(self, namespace: str, fingerprint: bytes, spec: bytes) -> None:
         """See Tier. Kept in both environments, so that losing one does not lose it."""
         if self._down:
             return
-        await self._finish(self._changes.remember_family(namespace, fingerprint, spec))
+        await self._works.finish(self._changes.remember_family(namespace, fingerprint, spec))
 
 
 def _check(item: ObjectWrite) -> None:

@@ -179,6 +179,37 @@ async def test_a_disk_that_fails_is_said_and_forgiven(tmp_path: Path) -> None:
     assert reopened(tmp_path) == [name(1), name(2)]
 
 
+async def test_a_disk_that_has_room_again_is_told_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TRY_AGAIN_S", 0.01)
+    files = FaultyFiles(RealFiles())
+    owed = Owed(Journal(files, tmp_path))
+    await owed.open()
+    files.inject(Fault("*", error=errno.ENOSPC))
+    owed.add(name(1))
+    while owed.failures < 3:  # noqa: ASYNC110 (nothing tells of it)
+        await asyncio.sleep(0.01)
+    files.clear()
+    async with asyncio.timeout(20):
+        while owed.problem:  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.01)
+    assert reopened(tmp_path) == [name(1)]
+    await owed.close()
+
+
+async def test_a_disk_that_has_room_again_at_a_stop_is_told(tmp_path: Path) -> None:
+    files = FaultyFiles(RealFiles())
+    owed = Owed(Journal(files, tmp_path))
+    await owed.open()
+    files.inject(Fault("*", error=errno.ENOSPC))
+    owed.add(name(1))
+    await owed.flush()
+    files.clear()
+    await owed.close()
+    assert reopened(tmp_path) == [name(1)]
+
+
 async def test_a_directory_that_cannot_be_used_costs_the_memory_only(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     owed = Owed(Journal(RealFiles(), tmp_path / "file" / "object"))

@@ -32,6 +32,10 @@ MOST_OWED: Final = 131_072
 
 MAGIC: Final = b"KVSTOWE1"
 NAME: Final = "owed"
+TRY_AGAIN_S: Final = 5.0
+"""After a failed write, all is written anew; a disk that was full has room again some day, and a
+bucket that is away changes nothing meanwhile that would be written."""
+
 REWRITE_ABOVE_BYTES: Final = 1 << 20
 ABOUT_A_NAME_BYTES: Final = 96
 _CHANGE = struct.Struct("<BBHH")  # owed, version, lengths of namespace and part
@@ -115,6 +119,7 @@ class Owed:
         self._changes: dict[ObjectName, bool] = {}  # not handed to the journal yet
         self._too_many = False  # changes; the journal is to be given all names instead
         self._writing: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._threads = ThreadPoolExecutor(1, "object-journal") if journal else None
         self.failures = 0
         """Writes of the journal that failed: what they said may be forgotten."""
@@ -160,8 +165,12 @@ class Owed:
             await asyncio.wait((self._writing,))
 
     async def close(self) -> None:
-        """Flush, and give the thread back."""
+        """Flush, once more if the last write failed, and give the thread back."""
+        if self._retry is not None:
+            self._try_again()
         await self.flush()
+        if self._retry is not None:
+            self._retry.cancel()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
 
@@ -172,9 +181,21 @@ class Owed:
         if len(self._changes) > MOST_OWED:  # the disk does not follow
             self._changes.clear()
             self._too_many = True
+        self._begin(self._journal)
+
+    def _begin(self, journal: Journal) -> None:
         if self._writing is None:
-            self._writing = asyncio.create_task(self._write(self._journal), name="object-journal")
+            self._writing = asyncio.create_task(self._write(journal), name="object-journal")
             self._writing.add_done_callback(self._ended)
+
+    def _try_again(self) -> None:
+        """The journal lacks what its last write had to say: have it write all anew."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._journal is not None:
+            self._too_many = True
+            self._begin(self._journal)
 
     async def _write(self, journal: Journal) -> None:
         loop = asyncio.get_running_loop()
@@ -189,6 +210,8 @@ class Owed:
                 await loop.run_in_executor(self._threads, work)
             except OSError as error:
                 self._failed(error)
+                if self._retry is None:
+                    self._retry = loop.call_later(TRY_AGAIN_S, self._try_again)
             else:
                 self.problem = ""
 

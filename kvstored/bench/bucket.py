@@ -137,15 +137,20 @@ class Uploads:
         Raises BenchError where one could not be brought up.
         """
         pause_s = max(0.0, 0.75 * self._quickest_s - (time.monotonic() - begin))
+        looks = 0
         while True:
             time.sleep(pause_s)  # the daemon has no word for it but its status
+            looks += 1
             now, lasted_s = self._bucket(), time.monotonic() - begin
             if not now.backlog_objects:
                 break
             if lasted_s > payloads.TIMEOUT_S:
                 raise BenchError(f"the bucket does not take what it is given: {now.health}")
             pause_s = max(LOOK_S, lasted_s * LOOK_SHARE)
-        self._quickest_s = min(self._quickest_s or lasted_s, lasted_s)
+        # Done at the first look: it was quicker than that, who knows by how much.
+        self._quickest_s = (
+            lasted_s / 2 if looks == 1 else min(self._quickest_s or lasted_s, lasted_s)
+        )
         ends = {row.outcome: row.count for row in now.outcomes if row.verb == "upload"}
         if ends.keys() - {"ok"}:
             raise BenchError(f"some objects did not go up: {ends}")

@@ -13,30 +13,55 @@ from __future__ import annotations
 import asyncio
 import mmap
 import random
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import pytest
-import xxhash
+from tiers.conformance_model import Model, assert_row
+from tiers.samples import (
+    KIB,
+    MIB,
+    Arrivals,
+    Sample,
+    aligned_buffer,
+    assert_holds,
+    assert_within_cap,
+    make_sample,
+    read_outcome,
+    reserve_one,
+    store,
+    want,
+)
 
 from kvstored.tiers.base import (
     ALIGNMENT_BYTES,
-    PIECE_BYTES,
     NoRoom,
-    ObjectMeta,
-    ObjectRead,
     ObjectWrite,
     ReadOutcome,
     Recovered,
     Tier,
     WriteOutcome,
-    padded_bytes,
 )
 
-KIB = 1 << 10
-MIB = 1 << 20
+__all__ = [
+    "BORDER_LENGTHS",
+    "KIB",
+    "MIB",
+    "Arrivals",
+    "MakeTier",
+    "Sample",
+    "TierConformance",
+    "aligned_buffer",
+    "assert_holds",
+    "assert_within_cap",
+    "make_sample",
+    "read_outcome",
+    "reserve_one",
+    "store",
+    "want",
+]
 
 BORDER_LENGTHS = (
     4 * KIB,
@@ -59,114 +84,6 @@ class MakeTier(Protocol):
     def __call__(
         self, *, cap_bytes: int = 64 * MIB, namespace_cap_bytes: int | None = None
     ) -> Awaitable[tuple[Tier, Recovered]]: ...
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An object as a client would offer it: what is known of it, and its padded bytes."""
-
-    meta: ObjectMeta
-    payload: memoryview
-
-    @property
-    def data(self) -> bytes:
-        return bytes(self.payload[: self.meta.length_bytes])
-
-
-def aligned_buffer(length_bytes: int, fill: int = 0) -> memoryview:
-    """Page-aligned writable memory of the padded length."""
-    view = memoryview(mmap.mmap(-1, padded_bytes(length_bytes)))
-    if fill:
-        np.frombuffer(view, np.uint8)[:] = fill
-    return view
-
-
-def make_sample(
-    length_bytes: int, seed: int, *, namespace: str = "default", part: str = "kv"
-) -> Sample:
-    """An incompressible object; everything about it follows from the arguments."""
-    rng = np.random.default_rng([seed, length_bytes])
-    payload = aligned_buffer(length_bytes)
-    np.frombuffer(payload, np.uint8)[:length_bytes] = rng.integers(
-        0, 256, length_bytes, dtype=np.uint8
-    )
-    data = payload[:length_bytes]
-    pieces = b"".join(
-        xxhash.xxh3_64_intdigest(data[at : at + PIECE_BYTES]).to_bytes(8, "little")
-        for at in range(0, length_bytes, PIECE_BYTES)
-    )
-    meta = ObjectMeta(
-        namespace=namespace,
-        family=bytes([seed % 3]) * 32,
-        key=rng.bytes(32),
-        part=part,
-        tenant=f"tenant-{seed % 5}",
-        parent=rng.bytes(32) if seed % 4 else b"",
-        depth=seed % 1000,
-        end_token=64 * (seed % 1000 + 1),
-        expires_ms=0 if seed % 2 else 4_000_000_000_000 + seed,
-        length_bytes=length_bytes,
-        checksum=xxhash.xxh3_128_digest(data),
-        piece_checksums=pieces,
-    )
-    return Sample(meta, payload)
-
-
-async def reserve_one(tier: Tier, sample: Sample) -> int:
-    """A place for the sample; there must be room."""
-    (place,) = await tier.reserve(sample.meta.namespace, [sample.meta.length_bytes])
-    assert not isinstance(place, NoRoom), place
-    return place
-
-
-async def store(tier: Tier, samples: Sequence[Sample]) -> list[int]:
-    """Reserve and write; everything must go well."""
-    places = [await reserve_one(tier, sample) for sample in samples]
-    items = [
-        ObjectWrite(place, sample.meta, sample.payload)
-        for place, sample in zip(places, samples, strict=True)
-    ]
-    assert await tier.write(items) == [WriteOutcome.OK] * len(items)
-    return places
-
-
-def want(place: int, sample: Sample) -> ObjectRead:
-    """A read of the sample at the place, into fresh memory full of 0xAA."""
-    meta = sample.meta
-    into = aligned_buffer(meta.length_bytes, fill=0xAA)
-    return ObjectRead(place, meta.key, meta.part, meta.length_bytes, meta.checksum, into)
-
-
-class Arrivals:
-    """Collects what `read` tells of its items, with the bytes as they are at that moment."""
-
-    def __init__(self, items: Sequence[ObjectRead]) -> None:
-        self.items = items
-        self.found: dict[int, tuple[ReadOutcome, bytes, bytes]] = {}
-
-    def __call__(self, i: int, outcome: ReadOutcome, pieces: bytes) -> None:
-        assert i not in self.found, "once only"
-        self.found[i] = (outcome, pieces, bytes(self.items[i].into))
-
-
-async def assert_holds(tier: Tier, place: int, sample: Sample) -> None:
-    """The place gives back exactly the sample, and zeros behind its end."""
-    item = want(place, sample)
-    assert await tier.read([item]) == [ReadOutcome.OK]
-    length = sample.meta.length_bytes
-    assert item.into[:length] == sample.payload[:length]
-    assert not any(item.into[length:]), "padding must be zero after a good read"
-
-
-async def read_outcome(tier: Tier, item: ObjectRead) -> ReadOutcome:
-    (outcome,) = await tier.read([item])
-    return outcome
-
-
-def assert_within_cap(tier: Tier) -> None:
-    usage = tier.usage()
-    assert usage.charged_bytes <= usage.cap_bytes
-    assert usage.footprint_bytes <= usage.cap_bytes
 
 
 class TierConformance:
@@ -427,7 +344,7 @@ class TierConformance:
     @pytest.mark.parametrize("seed", [1, 2])
     async def test_against_a_dict(self, make_tier: MakeTier, seed: int) -> None:
         tier, _ = await make_tier()
-        model = _Model(random.Random(seed), tier)
+        model = Model(random.Random(seed), tier)
         for _ in range(self.model_steps):
             await model.step()
         await model.check_all()
@@ -493,112 +410,6 @@ class TierConformance:
         tier, _ = await make_tier(namespace_cap_bytes=4 * MIB)
         assert await tier.reserve("a", [MIB]) == [NoRoom.NAMESPACE]
         assert not isinstance((await tier.reserve("b", [MIB]))[0], NoRoom)
-
-
-def assert_row(recovered: Recovered, row: int, meta: ObjectMeta) -> None:
-    """Row of the recovered columns says what `meta` says (checksums of pieces apart)."""
-    assert recovered.namespaces[recovered.namespace_id[row]] == meta.namespace
-    assert recovered.families[recovered.family_id[row]] == meta.family
-    assert recovered.parts[recovered.part_id[row]] == meta.part
-    assert recovered.tenants[recovered.tenant_id[row]] == meta.tenant
-    assert recovered.keys[row].tobytes() == meta.key
-    assert recovered.parents[row].tobytes() == (meta.parent or bytes(32))
-    assert recovered.checksums[row].tobytes() == meta.checksum
-    assert int(recovered.depth[row]) == meta.depth
-    assert int(recovered.end_token[row]) == meta.end_token
-    assert int(recovered.expires_ms[row]) == meta.expires_ms
-    assert int(recovered.length_bytes[row]) == meta.length_bytes
-
-
-class _Model:
-    """A tier and the dict it must equal, driven by random operations."""
-
-    lengths = (4 * KIB, 5000, 30_000, 64 * KIB, 64 * KIB + 1, 200_000, MIB, MIB + 3, 2 * MIB)
-
-    def __init__(self, rng: random.Random, tier: Tier) -> None:
-        self.rng = rng
-        self.tier = tier
-        self.held: dict[int, Sample] = {}
-        self.reserved: dict[int, int] = {}
-        self.seed = 0
-
-    def restarted(self, tier: Tier, recovered: Recovered) -> None:
-        self.tier = tier
-        self.reserved = {}
-        assert sorted(self.held) == sorted(int(p) for p in recovered.place)
-        for row, place in enumerate(recovered.place):
-            assert_row(recovered, row, self.held[int(place)].meta)
-
-    async def step(self) -> None:
-        action = self.rng.choices(
-            [self.put, self.read, self.drop, self.hold, self.let_go, self.crowd],
-            [5, 4, 3, 1, 1, 0.3],
-        )[0]
-        await action()
-        usage = self.tier.usage()
-        charge = self.tier.charge_bytes
-        expected = sum(charge(s.meta.length_bytes) for s in self.held.values())
-        expected += sum(charge(length) for length in self.reserved.values())
-        assert usage.charged_bytes == expected
-        assert usage.objects == len(self.held)
-        assert_within_cap(self.tier)
-
-    async def put(self) -> None:
-        count = self.rng.randint(1, 4)
-        samples = []
-        for _ in range(count):
-            self.seed += 1
-            namespace = self.rng.choice(["a", "b"])
-            samples.append(make_sample(self.rng.choice(self.lengths), self.seed))
-            samples[-1] = replace(samples[-1], meta=replace(samples[-1].meta, namespace=namespace))
-        items: list[ObjectWrite] = []
-        for sample in samples:
-            (place,) = await self.tier.reserve(sample.meta.namespace, [sample.meta.length_bytes])
-            if isinstance(place, NoRoom):
-                assert place is NoRoom.TIER
-                continue
-            assert place not in self.held
-            assert place not in self.reserved
-            items.append(ObjectWrite(place, sample.meta, sample.payload))
-        assert await self.tier.write(items) == [WriteOutcome.OK] * len(items)
-        for item in items:
-            self.held[item.place] = Sample(item.meta, item.payload)
-
-    async def read(self) -> None:
-        for place in self.rng.sample(sorted(self.held), min(3, len(self.held))):
-            await assert_holds(self.tier, place, self.held[place])
-
-    async def drop(self) -> None:
-        places = self.rng.sample(sorted(self.held), min(self.rng.randint(1, 4), len(self.held)))
-        await self.tier.delete(places)
-        for place in places:
-            del self.held[place]
-
-    async def hold(self) -> None:
-        length = self.rng.choice(self.lengths)
-        (place,) = await self.tier.reserve("a", [length])
-        if not isinstance(place, NoRoom):
-            assert place not in self.held
-            assert place not in self.reserved
-            self.reserved[place] = length
-
-    async def let_go(self) -> None:
-        self.tier.cancel(list(self.reserved))
-        self.reserved.clear()
-
-    async def crowd(self) -> None:
-        """Nearly everything goes, so that memory of one object size serves another."""
-        places = self.rng.sample(sorted(self.held), len(self.held) * 4 // 5)
-        await self.tier.delete(places)
-        for place in places:
-            del self.held[place]
-
-    async def check_all(self) -> None:
-        places = sorted(self.held)
-        reads = [want(place, self.held[place]) for place in places]
-        assert await self.tier.read(reads) == [ReadOutcome.OK] * len(reads)
-        for place, read in zip(places, reads, strict=True):
-            assert read.into[: read.length_bytes] == self.held[place].payload[: read.length_bytes]
 
 
 assert ALIGNMENT_BYTES == mmap.PAGESIZE, "aligned_buffer relies on it"

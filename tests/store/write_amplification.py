@@ -35,6 +35,8 @@ from kvstored_client.proto import kvstore_pb2 as pb
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
+PATIENCE_S = 3600.0
+"""For each put, and for the stop: it is bytes that are counted here, whatever time they take."""
 
 
 @dataclass
@@ -73,7 +75,9 @@ def _tier(directory: Path, blocks: int, object_bytes: int) -> VolumeTier:
     cap = wanted * region
     while layout.make_plan(cap, region, small).regions < wanted:
         cap += region // 4
-    return VolumeTier(directory, cap, region_bytes=region, small_bytes=small)
+    return VolumeTier(
+        directory, cap, region_bytes=region, small_bytes=small, walk_timeout_s=PATIENCE_S
+    )
 
 
 class _Payload:
@@ -133,10 +137,10 @@ async def replay(
         if hits < len(run):
             rest = _rest(run, hits)
             lengths = [object_bytes] * len(rest)
-            offer = PutOffer(rest, lengths, b"", False, True, 0, time.monotonic() + 60)
+            offer = PutOffer(rest, lengths, b"", False, True, 0, time.monotonic() + PATIENCE_S)
             ticket = await store.begin_put(offer)
             await store.commit_put(ticket, list(payload.fill(ticket)))
-    lost = (await store.close(60.0)).lost_objects
+    lost = (await store.close(PATIENCE_S)).lost_objects
     await supervisor.stop()
     assert not lost, f"{lost} objects could not be written"
     nvme = [gone for (_, label, _), gone in store.accounts.evicted.items() if label == "nvme"]

@@ -8,7 +8,10 @@ import os
 import random
 import signal
 import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -235,6 +238,43 @@ def test_child_that_does_not_answer_is_ended(tmp_path: Path) -> None:
     process.close()
     with pytest.raises(OSError, match="index process ended"):
         process.ask("read", wire.BODY, b"small", b"1", b"1")
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from kvstored.tiers.nvme import index_wire as wire
+from kvstored.tiers.nvme.index_process import IndexProcess
+
+process = IndexProcess(Path(sys.argv[1]), deadline_s=3.0)
+print(process.pid, flush=True)
+sys.stdin.readline()
+print("asked", flush=True)
+process.ask("small", wire.OPEN, sys.argv[2].encode(), b"1048576", b"v" * 16)
+process.close()
+print("answered")
+"""
+
+
+def test_time_in_which_both_were_stopped_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    arguments = [sys.executable, "-c", STOPPED, str(tmp_path), str(tmp_path / "small")]
+    with subprocess.Popen(arguments, stdin=-1, stdout=-1, text=True) as daemon:
+        assert daemon.stdin is not None
+        assert daemon.stdout is not None
+        both = (int(daemon.stdout.readline()), daemon.pid)
+        os.kill(both[0], signal.SIGSTOP)
+        daemon.stdin.write("\n")
+        daemon.stdin.flush()
+        assert daemon.stdout.readline() == "asked\n"
+        status = Path(f"/proc/{daemon.pid}/status")
+        while "sleeping" not in status.read_text():  # it waits for the answer
+            time.sleep(0.001)
+        os.kill(both[1], signal.SIGSTOP)
+        time.sleep(3.2)  # the deadline passes: that is what is to be seen
+        for pid in both:
+            os.kill(pid, signal.SIGCONT)
+        assert daemon.stdout.readline() == "answered\n"
 
 
 def test_errors_of_lmdb_are_raised_here(tmp_path: Path) -> None:

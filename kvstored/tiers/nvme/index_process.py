@@ -11,14 +11,17 @@ import errno
 import fcntl
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 
@@ -27,8 +30,14 @@ from kvstored.tiers.nvme import index_wire as wire
 CHILD_MODULE = "kvstored.tiers.nvme.index_child"
 DEADLINE_S = 60.0
 """For one request: a commit on a device that is busy may take long."""
+_TURNS = 12
+"""In which a deadline passes. While this process is stopped (a SIGSTOP, a paused machine) the child
+is, as a rule, too: of that time, however long, one turn at most counts.
+"""
 _MESSAGE_BYTES = 300
 _CRASHES = frozenset(-s for s in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGILL))
+
+T = TypeVar("T")
 
 
 class IndexProcess:
@@ -91,15 +100,16 @@ class IndexProcess:
         """
         pool = self._pools[channel]
         try:
-            sock = pool.get(timeout=self._deadline_s)
-        except queue.Empty as error:
-            raise self._failed(TimeoutError("timed out")) from error
+            sock = self._in_turns(partial(_got, pool))
+        except TimeoutError as error:
+            raise self._failed(error) from error
         try:
             if self.died or self._closed:
                 raise self._gone()
             try:
                 self._asked[sock] = os.path.basename(os.fsdecode(request[1]))
                 wire.send(sock, request)
+                self._in_turns(partial(_readable, sock))
                 answer = wire.receive(sock)
                 del self._asked[sock]
             except (wire.EndedError, OSError) as error:
@@ -107,6 +117,14 @@ class IndexProcess:
         finally:
             pool.put(sock)
         return _unwrapped(answer)
+
+    def _in_turns(self, wait: Callable[[float], T | None]) -> T:
+        """What `wait(seconds)` gives in the end. Raises TimeoutError."""
+        for _ in range(_TURNS):
+            found = wait(self._deadline_s / _TURNS)
+            if found is not None:
+                return found
+        raise TimeoutError("timed out")
 
     def _gone(self) -> OSError:
         return OSError(errno.ENOTCONN, self._died or "the index process was ended")
@@ -152,6 +170,20 @@ class IndexProcess:
                 self._process.wait()
             self._abandoned.detach()
             os.close(self._said)
+
+
+def _got(pool: queue.SimpleQueue[socket.socket], seconds: float) -> socket.socket | None:
+    try:
+        return pool.get(timeout=seconds)
+    except queue.Empty:
+        return None
+
+
+def _readable(sock: socket.socket, seconds: float) -> bool | None:
+    """True once there is something to read, or nothing will come any more."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return True if poll.poll(seconds * 1000) else None
 
 
 def _spawn(directory: Path, theirs: Sequence[socket.socket], said: int) -> subprocess.Popen[bytes]:

@@ -22,6 +22,7 @@ from kvstored_client.engine.checkpoint import (
     load_gguf,
 )
 from kvstored_client.engine.checkpoint_gguf import hugging_face_name
+from kvstored_client.engine.tokenizer import Tokenizer
 
 SHORT_NAMES = {v: k for k, v in {**checkpoint_gguf._LAYER, **checkpoint_gguf._TOP}.items()}
 CONFIGS = {
@@ -69,7 +70,7 @@ def write_gguf(
         writer.add_value_length(config.head_dim)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(["<end>", *(chr(33 + i) for i in range(config.vocab_size - 1))])
+    writer.add_token_list(["<end>", "!!", *(chr(33 + i) for i in range(config.vocab_size - 2))])
     writer.add_token_merges(["! !"])
     writer.add_token_types([int(gguf.TokenType.CONTROL)] + [1] * (config.vocab_size - 1))
     writer.add_eos_token_id(0)
@@ -128,6 +129,31 @@ def test_what_it_cannot_run_rightly_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="dtype 'int8' is not supported; take one of float32"):
         load(path, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"smollm", b"\xff\xffollm"),
+        (b"llama.attention.head_count\x04\0\0\0\x06", b"llama.attention.head_count\x04\0\0\0\0"),
+        (b"llama.block_count\x04\0\0\0\x03", b"llama.block_count\x04\0\0\0\x03\0\0\x7f"),
+        (
+            b"llama.rope.freq_base\x06\0\0\0" + np.float32(TINY.rope_theta).tobytes(),
+            b"llama.rope.freq_base\x06\0\0\0" + np.float32(np.nan).tobytes(),
+        ),
+        (b"! !", b"! ?"),
+        (b"token_type\x09\0\0\0\x05\0\0\0", b"token_type\x09\0\0\0\x05\0\0\0\0\1\0\0\0\0\0\x7f"),
+    ],
+)
+def test_damage_in_the_header_is_a_checkpoints(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    Tokenizer(load(path).tokenizer)
+    stored = path.read_bytes()
+    at = stored.index(before)
+    path.write_bytes(stored[:at] + after + stored[at + len(after) :])
+    with pytest.raises(CheckpointError):
+        Tokenizer(load(path).tokenizer)
 
 
 def test_tensors_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvstored_client.engine.config import (
     Checkpoint,
@@ -34,14 +36,19 @@ def load_gguf(
     that are missing or of another shape than the header says.
     """
     try:
-        reader = gguf.GGUFReader(str(path))
-    except (ValueError, OSError, IndexError, KeyError) as error:
+        reader = _Reader(str(path))
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # the reader takes bytes for what they are said to be
         raise CheckpointError(f"{path} cannot be read as a GGUF file: {error}") from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(path, fields, embedding_rows=_embedding_rows(path, reader))
     tensors: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: {tensor.name} cannot be dequantised: {error}"
+            ) from error
         # Memory of torch's own: aligned as its kernels like it, and not a view of the file.
         weight = torch.empty(values.shape, dtype=torch.float32)
         np.copyto(weight.numpy(), values)
@@ -54,6 +61,20 @@ def load_gguf(
             key = f"{prefix}{name}.weight"
             tensors[key] = unpermute(tensors[key], heads)
     return Checkpoint(path, reader.data_offset, config, _tokenizer_spec(path, fields), tensors)
+
+
+class _Reader(gguf.GGUFReader):
+    """A reader that does not read on behind the end of its file, where a damaged length has it find
+    nothing for ever.
+    """
+
+    def _get(
+        self, offset: int, dtype: Any, count: int = 1, override_order: Any = None
+    ) -> NDArray[Any]:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it has {len(self.data)} bytes, and says something of byte {end}")
+        return super()._get(offset, dtype, count, override_order)
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -154,7 +175,7 @@ def _config(path: Path, fields: Mapping[str, object], embedding_rows: int) -> Mo
         layers=_integer(path, fields, f"{kind}.block_count"),
         heads=heads,
         kv_heads=_integer(path, fields, f"{kind}.attention.head_count_kv"),
-        head_dim=int(str(head_dim)),
+        head_dim=_integer(path, {"head_dim": head_dim}, "head_dim"),
         rope_theta=_real(path, fields, f"{kind}.rope.freq_base"),
         rms_epsilon=_real(path, fields, f"{kind}.attention.layer_norm_rms_epsilon"),
         context_tokens=_integer(path, fields, f"{kind}.context_length"),
@@ -175,7 +196,7 @@ def _tokenizer_spec(path: Path, fields: Mapping[str, object]) -> TokenizerSpec:
         tokens=[str(token) for token in _items(path, fields, "tokenizer.ggml.tokens")],
         merges=[str(merge) for merge in _items(path, fields, "tokenizer.ggml.merges")],
         special_ids=[i for i, kind_of_token in enumerate(types) if kind_of_token == control],
-        eos_id=_integer(path, fields, "tokenizer.ggml.eos_token_id"),
+        eos_id=_integer(path, fields, "tokenizer.ggml.eos_token_id", least=0),
         chat_template=str(fields.get("tokenizer.chat_template", "")),
         pre=str(kind[1]),
     )
@@ -191,17 +212,17 @@ def _text(path: Path, fields: Mapping[str, object], name: str) -> str:
     return str(_field(path, fields, name))
 
 
-def _integer(path: Path, fields: Mapping[str, object], name: str) -> int:
+def _integer(path: Path, fields: Mapping[str, object], name: str, least: int = 1) -> int:
     value = _field(path, fields, name)
-    if not isinstance(value, int):
-        raise CheckpointError(f"{path}: {name} is {value!r}, not an integer")
+    if not isinstance(value, int) or value < least:
+        raise CheckpointError(f"{path}: {name} is {value!r}, not an integer from {least} on")
     return value
 
 
 def _real(path: Path, fields: Mapping[str, object], name: str) -> float:
     value = _field(path, fields, name)
-    if not isinstance(value, int | float):
-        raise CheckpointError(f"{path}: {name} is {value!r}, not a number")
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CheckpointError(f"{path}: {name} is {value!r}, not a number above 0")
     # GGUF holds these as float32: the shortest decimal that rounds to the same float32 is what the
     # author wrote (1e-5 and not 9.99999974e-06).
     return float(f"{value:.7g}")

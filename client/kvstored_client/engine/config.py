@@ -12,6 +12,10 @@ import torch
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
+MOST_LAYERS = 10_000
+"""More are a damaged number, of which not even the tensors' names are worth making."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that is absent, or of a kind this engine does not run rightly."""
 
@@ -60,6 +64,8 @@ class ModelConfig:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        if self.layers > MOST_LAYERS:
+            raise CheckpointError(f"{self.layers} layers are more than any model has")
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise CheckpointError(f"{self.heads} heads cannot share {self.kv_heads} KV heads")
         if self.head_dim % 2:

@@ -37,8 +37,8 @@ class Tokenizer:
     """A tokenizer and its chat template. A token of `eos_ids` ends an answer."""
 
     def __init__(self, source: TokenizerSpec | TokenizerFiles) -> None:
-        """Raises CheckpointError for a tokenizer.json that is absent or damaged, or a template that
-        is none.
+        """Raises CheckpointError for a tokenizer.json or merges that are absent or damaged, or a
+        template that is none.
         """
         if isinstance(source, TokenizerFiles):
             self._tokenizer = _from_file(source)
@@ -144,7 +144,10 @@ def _from_gguf(spec: TokenizerSpec) -> tokenizers.Tokenizer:
     merges = [_pair(merge) for merge in spec.merges]
     # Llama 3 takes a piece that is a token as it is, whatever the merges would make of it.
     whole = spec.pre == "llama-bpe"
-    model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=whole)
+    try:
+        model = tokenizers.models.BPE(vocab=vocab, merges=merges, ignore_merges=whole)
+    except Exception as error:  # `tokenizers` raises Exception itself
+        raise CheckpointError(f"the tokenizer's merges cannot be used: {error}") from error
     bpe = tokenizers.Tokenizer(model)
     bpe.pre_tokenizer = _cut(spec.pre)
     bpe.decoder = tokenizers.decoders.ByteLevel()

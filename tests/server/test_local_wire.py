@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import errno
+import logging
 import os
 import resource
 import socket
@@ -16,7 +17,10 @@ import uvloop
 from server.local_serving import content, local_serving, run
 
 from kvstored.server.local import listener, peer
+from kvstored.server.local.trouble import EVERY_S, Trouble
 from kvstored.server.local.wire import Outbox
+
+_DEAF = "no local session can be accepted: %s"
 
 
 class Ends:
@@ -161,7 +165,19 @@ def test_a_client_whose_process_cannot_be_seen_is_served(
         assert len(said) == 1
 
 
-def test_connections_wait_while_there_are_no_descriptors() -> None:
+def test_connections_wait_while_there_are_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is said once, however often it is tried again."""
+    tries: list[Exception] = []
+    came = Trouble.came
+
+    def counted(trouble: Trouble, error: Exception, now: float) -> None:
+        tries.append(error)
+        came(trouble, error, now)
+
+    monkeypatch.setattr(Trouble, "came", counted)
+    monkeypatch.setattr(listener, "_RETRY_ACCEPT_S", 0.001)
     with local_serving() as served:
         served.fill(run(1), [content(0)])
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,9 +186,26 @@ def test_connections_wait_while_there_are_no_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
             try:
                 early.connect(str(served.path))
-                served.becomes(lambda: not served.server._accepting)
+                served.becomes(lambda: len(tries) >= 3)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             served.becomes(lambda: served.server._accepting)
             with served.session() as wire:
                 assert len(wire.acquire(run(1), 1).rows) == 1
+    assert [r.getMessage() for r in caplog.records].count(_DEAF % tries[0]) == 1
+
+
+def test_trouble_that_goes_on_is_said_again_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    trouble = Trouble(logging.getLogger("kvstored.test"), "it is: %s")
+    for now in (0.0, 1.0, EVERY_S - 1, EVERY_S, EVERY_S + 1):
+        trouble.came(OSError("so"), now)
+    said = [(r.getMessage(), getattr(r, "fields", {})) for r in caplog.records]
+    assert said == [("it is: so", {}), ("it is: so", {"times_unsaid": 2})]
+
+
+def test_the_end_of_the_daemon_is_no_warning_for_each_session(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with local_serving() as served, served.session():
+        served.do(served.server.stop())
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []

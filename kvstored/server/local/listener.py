@@ -24,6 +24,7 @@ from kvstored.server.local.peer import PeerGoneError, identify
 from kvstored.server.local.puts import Puts
 from kvstored.server.local.session import Segments, Session, State
 from kvstored.server.local.staging import Staging
+from kvstored.server.local.trouble import Trouble
 from kvstored.server.sockets import ListenError, UnixSocket
 from kvstored.tiers.base import TierUsage
 from kvstored_client.target import local_socket_path
@@ -81,6 +82,9 @@ class LocalServer:
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = 0
         self._blind = False
+        # Tried ten times a second, as long as descriptors lack.
+        self._deaf = Trouble(_log, "no local session can be accepted: %s")
+        self._unserved = Trouble(_log, "a local session cannot be served: %s")
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -170,7 +174,7 @@ class LocalServer:
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
                     raise
-                _log.error("no local session can be accepted: %s", error)
+                self._deaf.came(error, self.loop.time())
                 # It stays readable: without a pause the loop would do nothing else.
                 self._stop_accepting()
                 self.loop.call_later(_RETRY_ACCEPT_S, self._accept_more)
@@ -183,7 +187,7 @@ class LocalServer:
             peer = identify(connection)
         except OSError as error:
             if not isinstance(error, PeerGoneError):
-                _log.error("a local session cannot be served: %s", error)
+                self._unserved.came(error, self.loop.time())
             connection.close()
             return
         if peer.pidfd is None and not self._blind:

@@ -395,7 +395,9 @@ class Session:
         """
         if self.state is not State.OPEN:
             return
-        _log.warning(
+        # All of them end with the daemon, which has said that it stops.
+        _log.log(
+            logging.DEBUG if reason == "stop" else logging.WARNING,
             "a local session was ended",
             extra={"fields": {"session": self.number, "pid": self.peer.pid, "why": str(error)}},
         )

@@ -22,6 +22,7 @@ from kvstored.store.namespace import Namespace
 from kvstored.store.residency import Residency, now_ms
 from kvstored.tiers.base import Recovered, TierKind
 from kvstored.tiers.nvme import layout
+from kvstored.tiers.nvme.format import SMALL_BIT
 
 FAMILIES = [bytes([n]) * 32 for n in (1, 2)]
 PARTS = ["kv", "state", "window"]
@@ -32,8 +33,13 @@ NVME, RAM = TierKind.NVME, TierKind.RAM
 class Device:
     """As much of a tier as accounts ask for."""
 
+    charge_mask = SMALL_BIT
+
     def charge_bytes(self, length_bytes: int) -> int:
         return layout.charge_bytes(length_bytes)
+
+    def charge_at(self, place: int, length_bytes: int) -> int:
+        return layout.charge_at(place, length_bytes)
 
 
 @dataclass

@@ -144,7 +144,10 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PutOffer:
-    """A validated PutHeader. `lengths_bytes` has one entry per object; 0 is not offered."""
+    """A validated PutHeader. `lengths_bytes` has one entry per object; 0 is not offered.
+    `claims_at_commit`: it counts against the bound on dirty bytes only from its commit on, which
+    waits for that: who reserves may take any time until then.
+    """
 
     run: Run
     lengths_bytes: list[int]
@@ -153,6 +156,7 @@ class PutOffer:
     wait: bool
     ttl_ms: int
     deadline: float  # time.monotonic()
+    claims_at_commit: bool = False
 
 
 @dataclass(slots=True)

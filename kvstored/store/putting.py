@@ -150,6 +150,8 @@ class Putter:
         """Room in RAM, within the bound on dirty bytes; what is had of that is claimed."""
         offer = opened.offer
         until = offer.deadline if offer.wait else None
+        if offer.claims_at_commit:
+            return await self._room.reserve(TierKind.RAM, opened.ns, lengths, until)
         if not await self._dirty_room(sum(map(padded_bytes, lengths)), until):
             return [NoRoom.TIER] * len(lengths)
         self._claim(opened, sum(map(padded_bytes, lengths)))
@@ -218,8 +220,10 @@ class Putter:
     async def commit(self, ticket: PutTicket, received: Sequence[Received]) -> bytes:
         """Publish what arrived whole and as announced; wait for durability where it was asked.
 
-        From here on cancellation loses no place: publishing is done before the first wait.
+        From here on cancellation loses no place: publishing is done before the first wait, but for
+        the one of a reservation, which is still open then.
         """
+        received = await self._with_dirty_room(ticket, received)
         opened = self._open.pop(ticket.ticket_id)
         ns, offer = opened.ns, ticket.offer  # durability and deadline may be the commit's own
         states = ticket.states
@@ -244,6 +248,23 @@ class Putter:
             await self._await_durable(ns, offer, states)
         self._count(ns, offer, states)
         return bytes(states)
+
+    async def _with_dirty_room(
+        self, ticket: PutTicket, received: Sequence[Received]
+    ) -> Sequence[Received]:
+        """What has arrived, once the bound on dirty bytes lets it in; nothing if that is too late.
+        All but reservations are in already.
+        """
+        opened, offer = self._open[ticket.ticket_id], ticket.offer
+        if not offer.claims_at_commit or self._writer is None:
+            return received
+        nbytes = sum(padded_bytes(offer.lengths_bytes[got.index]) for got in received)
+        if await self._dirty_room(nbytes, offer.deadline if offer.wait else None):
+            self._claim(opened, nbytes)
+            return received
+        for got in received:
+            ticket.states[got.index] = pb.REFUSED_DEADLINE if offer.wait else pb.REFUSED_NO_ROOM
+        return []
 
     def _publish_chain(
         self, opened: _Open, whole: Sequence[Received], chunks: NDArray[np.int32]

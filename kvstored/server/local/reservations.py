@@ -83,6 +83,7 @@ class Reservations:
             ttl_ms=request.ttl_ms,
         )
         offer = check.build_offer(header, run, deadline, dispatcher.limits)
+        offer = dataclasses.replace(offer, claims_at_commit=True)
         watched.until(loop_time(end), *_LATE_RESERVE)
         ticket = await dispatcher.store.begin_put(offer)
         try:

@@ -17,8 +17,8 @@ import uvloop
 from server.local_serving import content, local_serving, run
 
 from kvstored.server.local import listener, peer
-from kvstored.server.local.trouble import EVERY_S, Trouble
 from kvstored.server.local.wire import Outbox
+from kvstored.trouble import EVERY_S, Trouble
 
 _DEAF = "no local session can be accepted: %s"
 

@@ -153,6 +153,19 @@ async def test_failed_reads_are_outcomes(tier: VolumeTier, files: FaultyFiles) -
     assert tier.health == "ok"
 
 
+async def test_what_goes_on_failing_is_counted_each_time_and_said_once(
+    tier: VolumeTier, files: FaultyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample = make_sample(MIB, 1)
+    (place,) = await store(tier, [sample])
+    files.inject(Fault("preadv", "*/data", error=errno.EIO, times=5))
+    for _ in range(5):
+        assert await tier.read([want(place, sample)]) == [ReadOutcome.FAILED]
+    assert tier.errors["read"] == 5
+    said = [r for r in caplog.records if r.getMessage().startswith("nvme read")]
+    assert len(said) == 1
+
+
 async def test_write_damaged_on_its_way_is_found(tier: VolumeTier, files: FaultyFiles) -> None:
     sample = make_sample(LENGTH, 1)
     await store(tier, [make_sample(LENGTH, 2)])

@@ -24,9 +24,9 @@ from kvstored.server.local.peer import PeerGoneError, identify
 from kvstored.server.local.puts import Puts
 from kvstored.server.local.session import Segments, Session, State
 from kvstored.server.local.staging import Staging
-from kvstored.server.local.trouble import Trouble
 from kvstored.server.sockets import ListenError, UnixSocket
 from kvstored.tiers.base import TierUsage
+from kvstored.trouble import Trouble
 from kvstored_client.target import local_socket_path
 
 _log = logging.getLogger(__name__)

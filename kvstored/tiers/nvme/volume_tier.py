@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +47,7 @@ from kvstored.tiers.nvme.reserving import AHEAD_BYTES, Reserving
 from kvstored.tiers.nvme.slots import PlaceState
 from kvstored.tiers.nvme.space import Space
 from kvstored.tiers.nvme.volume import Settings, Volume, open_volume
+from kvstored.trouble import Trouble
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ class VolumeTier(Tier):
         self._namespace_cap = namespace_cap
         self._troubles: dict[str, str] = {}
         self._troubles_lock = threading.Lock()
+        self._saying = threading.Lock()
+        self._said: dict[str, Trouble] = {}
         self._readers = Readers()
         self._works = Finishing()
         self._down = True
@@ -229,14 +233,18 @@ class VolumeTier(Tier):
         )
 
     def _note(self, stage: str, error: Exception | None) -> None:
-        """Remember how a stage last went."""
+        """Remember how a stage last went, and say it: each kind of trouble once a minute at most,
+        as every transfer of a device that is gone has the same to tell.
+        """
         with self._troubles_lock:
             if error is None:
                 self._troubles.pop(stage, None)
                 return
             self.errors[stage] += 1
             self._troubles[stage] = str(error)
-        _log.error("nvme %s: %s", stage, error)
+        with self._saying:
+            said = self._said.setdefault(stage, Trouble(_log, f"nvme {stage}: %s"))
+            said.came(error, time.monotonic())
 
     # ---- opening and closing ------------------------------------------------------------------
 

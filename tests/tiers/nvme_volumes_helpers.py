@@ -28,7 +28,7 @@ from kvstored.tiers.nvme.volume_tier import DeleteNotDurable, VolumeTier
 
 CAP_BYTES = 16 * MIB
 PATIENCE = Patience(
-    stuck_after_s=0.6,
+    stuck_after_s=1.5,
     failures=3,
     probe_first_s=0.02,
     probe_longest_s=0.05,

@@ -46,11 +46,11 @@ def test_breaker_from_errors_to_trust() -> None:
 
 def test_breaker_of_a_silent_device() -> None:
     breaker = Breaker(PATIENCE, "read")
-    breaker.look(0.0, Seen(oldest_s=0.59))
+    breaker.look(0.0, Seen(oldest_s=PATIENCE.stuck_after_s - 0.01))
     assert breaker.closed
-    breaker.look(0.1, Seen(oldest_s=0.6))
+    breaker.look(0.1, Seen(oldest_s=PATIENCE.stuck_after_s))
     assert breaker.stuck
-    breaker.probed(1.0, Seen(oldest_s=1.4), "")
+    breaker.probed(1.0, Seen(oldest_s=PATIENCE.stuck_after_s + 0.9), "")
     assert not breaker.closed, "the call that is stuck still is"
     breaker.probed(2.0, Seen(), "")
     assert breaker.closed

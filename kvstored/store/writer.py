@@ -79,6 +79,7 @@ class Writer:
         self._queue: deque[Dirty] = deque()
         self._dirty: dict[tuple[int, int], Dirty] = {}  # (namespace number, object row)
         self._writing: dict[asyncio.Task[None], list[Dirty]] = {}  # the batches under way
+        self._writing_bytes = 0
         self._placing: list[Dirty] = []  # the batch that is getting its places
         self._stuck: set[asyncio.Task[None]] = set()  # one for each payload a device may still read
         self._work = asyncio.Event()
@@ -152,8 +153,8 @@ class Writer:
 
     def _may_begin(self) -> bool:
         """Whether the device is to get another batch, too."""
-        writing = sum(dirty.nbytes for batch in self._writing.values() for dirty in batch)
-        return len(self._writing) < MOST_WRITING_BATCHES and writing < MOST_WRITING_BYTES
+        few = len(self._writing) < MOST_WRITING_BATCHES
+        return few and self._writing_bytes < MOST_WRITING_BYTES
 
     async def _start(self, batch: list[Dirty]) -> None:
         """Find places for a batch, and have it written."""
@@ -217,11 +218,13 @@ class Writer:
         if items:
             task = asyncio.create_task(self._write(items), name="store-writer-batch")
             self._writing[task] = [dirty for dirty, _ in items]
+            self._writing_bytes += sum(dirty.nbytes for dirty, _ in items)
             task.add_done_callback(self._ended)
         return next((p for p in places if isinstance(p, NoRoom)), None)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         for dirty in self._writing.pop(task):
+            self._writing_bytes -= dirty.nbytes
             self._finish(dirty, False)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._count("failed")
